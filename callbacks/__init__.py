@@ -1,0 +1,1 @@
+"""Lightning callbacks: exact loss weighting, and what a run shows of itself."""

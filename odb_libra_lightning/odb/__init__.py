@@ -1,0 +1,1 @@
+"""Online dynamic batching: token-budgeted batches formed after the data workers."""

@@ -1,0 +1,1 @@
+"""What the package adds to Lightning's strategies and process groups."""
