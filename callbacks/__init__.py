@@ -1,1 +1,46 @@
 """Lightning callbacks: exact loss weighting, and what a run shows of itself."""
+
+from __future__ import annotations
+
+import lightning as L
+
+from odb_libra_lightning.callbacks.batching import PaddingMonitor, SamplesPerUpdateMonitor
+from odb_libra_lightning.callbacks.loss_scaling import TokenLossScaling, ZeroWeightSteps
+from odb_libra_lightning.callbacks.monitor import Monitor
+from odb_libra_lightning.callbacks.panels import DashboardPanels
+from odb_libra_lightning.callbacks.progress_bar import SampleProgressBar
+from odb_libra_lightning.callbacks.summary import RunSummary
+from odb_libra_lightning.callbacks.timing import DataWaitMonitor, StragglerMonitor
+
+__all__ = [
+    "DashboardPanels",
+    "DataWaitMonitor",
+    "Monitor",
+    "PaddingMonitor",
+    "RunSummary",
+    "SampleProgressBar",
+    "SamplesPerUpdateMonitor",
+    "StragglerMonitor",
+    "TokenLossScaling",
+    "ZeroWeightSteps",
+    "monitoring",
+]
+
+
+def monitoring(*, progress_bar: bool = True) -> list[L.Callback]:
+    """All monitors, the dashboard's panels, the closing table and the progress bar, for `Trainer(callbacks=...)`.
+
+    Args:
+        progress_bar: False leaves the bar out, as a trainer with `enable_progress_bar=False` demands.
+    """
+    callbacks: list[L.Callback] = [
+        PaddingMonitor(),
+        SamplesPerUpdateMonitor(),
+        DataWaitMonitor(),
+        StragglerMonitor(),
+        DashboardPanels(),
+        RunSummary(),
+    ]
+    if progress_bar:
+        callbacks.append(SampleProgressBar())
+    return callbacks

@@ -1,1 +1,1 @@
-
+"""Data for training: the DataModule, datasets and collators."""

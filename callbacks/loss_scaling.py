@@ -1,0 +1,66 @@
+"""Exact losses under data parallelism, without a line of the user's module changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from odb_libra_lightning.callbacks.loader_access import batch_info
+from odb_libra_lightning.odb.batch_info import BatchInfo
+
+
+class ZeroWeightSteps(L.Callback):
+    """Takes the gradient away from stand-in batches, which a rank without data trains on to keep step.
+
+    The factor is applied to the gradient where it enters the loss, in a hook on the loss tensor, so it works
+    with every strategy that calls backward through Lightning, under any precision, and whatever the user's
+    `training_step` returns or logs stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._info: BatchInfo | None = None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        info = batch_info(trainer, batch_idx)
+        if info.accumulation != trainer.accumulate_grad_batches:
+            raise RuntimeError(
+                f"the batches are weighted for accumulate_grad_batches={info.accumulation}, and the trainer "
+                f"accumulates {trainer.accumulate_grad_batches}: give ODBLoader accumulation="
+                f"{trainer.accumulate_grad_batches}, or use ODBDataModule, which asks the trainer"
+            )
+        self._info = info
+
+    @override
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
+        if self._info is not None and loss.requires_grad:
+            weight = self._info.loss_weight
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+
+
+class TokenLossScaling(ZeroWeightSteps):
+    """Makes data-parallel training equal to one process on the whole batch, to rounding.
+
+    Each rank's local mean loss counts as much as the loss-bearing tokens behind it, over all ranks and over all
+    micro-batches of an accumulation window (under `loss_scaling="sample"`: as much as its samples). The whole of
+    the returned loss is scaled, auxiliary terms included.
+
+    `ODBDataModule` adds this callback where it is missing.
+    """
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._info is not None and self._info.window_loss_tokens == 0:
+            rank_zero_warn(
+                f"no label bears loss in batch {batch_idx} of epoch {self._info.epoch}, nor in its accumulation "
+                "window, on any rank: the update has a zero gradient. Are the labels masked as you mean them to be?"
+            )

@@ -1,0 +1,63 @@
+"""What all monitors share: they observe each batch and log once in the trainer's logging interval."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import lightning as L
+from typing_extensions import override
+
+from odb_libra_lightning.callbacks.loader_access import batch_info
+from odb_libra_lightning.odb.batch_info import BatchInfo
+
+
+class Monitor(L.Callback, ABC):
+    """Logs figures over all ranks every `trainer.log_every_n_steps` updates, together with the x axes.
+
+    The x axes are `progress/samples` and `progress/tokens`: samples and tokens consumed by all ranks since the
+    start of training. Figures go through `LightningModule.log_dict`, so they reach every logger, in the same row
+    as what the module logs, and `trainer.callback_metrics`.
+    """
+
+    def __init__(self) -> None:
+        self._updates_logged = 0
+        self._tokens = 0
+
+    @abstractmethod
+    def observe(self, info: BatchInfo) -> None:
+        """Take note of a batch that has been trained on."""
+
+    @abstractmethod
+    def summarize(self, trainer: L.Trainer, updates: int) -> dict[str, float]:
+        """Figures over what was observed since the last call, `updates` optimizer updates; forget it.
+
+        Called on all ranks at the same update, so it may gather.
+        """
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._updates_logged = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        info = batch_info(trainer, batch_idx)
+        self._tokens += info.global_tokens
+        self.observe(info)
+        interval = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
+        if trainer.global_step // interval > self._updates_logged // interval:
+            values = self.summarize(trainer, trainer.global_step - self._updates_logged)
+            self._updates_logged = trainer.global_step
+            values["progress/samples"] = info.epoch * info.samples_total + info.samples_done
+            values["progress/tokens"] = self._tokens
+            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self._tokens}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._tokens = state_dict["tokens"]

@@ -1,0 +1,72 @@
+"""Lay out the dashboard of a run: which curves stand together, and over which x axis."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from typing_extensions import override
+
+# Category -> chart -> logged key. What batching does comes first, what it costs second, and the loss last,
+# because the loss is the one curve every other dashboard shows already.
+PANELS: dict[str, dict[str, str]] = {
+    "Batching": {
+        "Padding ratio": "odb/padding_ratio",
+        "Samples per update": "odb/samples_per_update",
+        "Tokens per update": "odb/tokens_per_update",
+    },
+    "Waiting": {
+        "Data wait fraction": "odb/data_wait_fraction",
+        "Zero-weight steps": "odb/zero_weight_steps",
+        "Round (ms)": "odb/round_ms",
+        "Round (bytes)": "odb/round_bytes",
+    },
+    "Stragglers": {
+        "Slowest rank (s)": "straggler/max_s",
+        "Mean over ranks (s)": "straggler/mean_s",
+        "Slowest over mean": "straggler/ratio",
+    },
+    "Training": {
+        "Loss": "train/loss",
+    },
+}
+SAMPLES = "progress/samples"
+
+
+def custom_scalars_layout() -> dict[str, dict[str, list[object]]]:
+    """Return `PANELS` in the form that `SummaryWriter.add_custom_scalars` takes.
+
+    Returns:
+        Category -> chart title -> `["Multiline", [key]]`. TensorBoard matches a key from the start of the
+        logged name, so the chart of `train/loss` also draws the `train/loss_step` and `train/loss_epoch` of
+        Lightning.
+    """
+    return {
+        category: {title: ["Multiline", [key]] for title, key in charts.items()} for category, charts in PANELS.items()
+    }
+
+
+class DashboardPanels(pl.Callback):
+    """Register the panels of this package with the loggers of the trainer when a fit starts.
+
+    TensorBoard gets the layout of its *Custom Scalars* tab; Weights & Biases gets samples seen as the x axis
+    of every key in `PANELS`. Other loggers are left alone. Rank 0 does this alone.
+
+    Example:
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[DashboardPanels()], logger=False)
+    """
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_custom_scalars(custom_scalars_layout())
+            elif isinstance(logger, WandbLogger):
+                # Names one by one, not `odb/*`: Lightning has defined `*` over trainer/global_step, and W&B
+                # takes the first glob that matches, in no fixed order. A full name is preferred to any glob.
+                logger.experiment.define_metric(SAMPLES)
+                for charts in PANELS.values():
+                    for key in charts.values():
+                        logger.experiment.define_metric(key, step_metric=SAMPLES)

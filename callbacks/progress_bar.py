@@ -1,0 +1,58 @@
+"""A progress bar over something whose total is known: samples."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from typing_extensions import override
+
+from odb_libra_lightning.callbacks.loader_access import batch_info, training_loader
+from odb_libra_lightning.odb.padding import padding_ratio
+
+
+class SampleProgressBar(TQDMProgressBar):
+    """Lightning's bar, counting samples of all ranks instead of batches, of which nobody knows the number.
+
+    Shows samples done of the epoch's total, time left, samples/s, tokens/s and the padding ratio of the epoch.
+    """
+
+    @override
+    def init_train_tqdm(self) -> Tqdm:
+        bar = super().init_train_tqdm()
+        bar.unit = " samples"
+        return bar
+
+    @override
+    def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_epoch_start(trainer, *args)
+        self.train_progress_bar.total = training_loader(trainer).samples_per_epoch
+        self._begin = time.perf_counter()
+        self._tokens = self._padded_tokens = 0
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        info = batch_info(trainer, batch_idx)
+        self._tokens += info.global_tokens
+        self._padded_tokens += info.global_padded_tokens
+        bar = self.train_progress_bar
+        last = info.samples_done == info.samples_total
+        if self.is_enabled and (last or (batch_idx + 1) % self.refresh_rate == 0):
+            bar.n = info.samples_done
+            bar.set_postfix(self.get_metrics(trainer, pl_module))
+
+    @override
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        rate = self._tokens / (time.perf_counter() - self._begin)
+        return {
+            "tokens/s": f"{rate:,.0f}",
+            "padding": f"{padding_ratio(self._tokens, self._padded_tokens):.1%}",
+            **metrics,
+        }

@@ -1,0 +1,80 @@
+"""A short table at the end of a run."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from odb_libra_lightning.callbacks.loader_access import batch_info
+from odb_libra_lightning.odb.padding import fixed_batch_padded_tokens, padding_ratio
+
+# Lengths that are kept for the comparison with fixed batches.
+_MOST_LENGTHS = 100_000
+
+
+class RunSummary(L.Callback):
+    """Prints what a run consumed and what batching made of it, on rank 0.
+
+    The comparison is with batches of a fixed size in random order: the same samples (those of rank 0, of which the
+    first 100,000) at the same mean number of samples a batch.
+    """
+
+    def __init__(self) -> None:
+        self._samples = self._tokens = self._padded_tokens = 0
+        self._steps = self._zero_weight_steps = 0
+        self._waited = 0.0
+        self._lengths: list[int] = []
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begin = time.perf_counter()
+        self._first_update = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        info = batch_info(trainer, batch_idx)
+        self._samples += info.global_samples
+        self._tokens += info.global_tokens
+        self._padded_tokens += info.global_padded_tokens
+        self._steps += 1
+        self._zero_weight_steps += info.idle_ranks
+        self._waited += info.wait_s
+        self._lengths.extend(info.lengths[: _MOST_LENGTHS - len(self._lengths)])
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.is_global_zero or not self._steps:
+            return
+        elapsed = time.perf_counter() - self._begin
+        updates = trainer.global_step - self._first_update
+        batch_size = max(round(self._samples / (self._steps * trainer.world_size)), 1)
+        table = Table(title="Training summary", show_header=False, title_justify="left")
+        table.add_row("samples", f"{self._samples:,}")
+        table.add_row("tokens", f"{self._tokens:,}  ({self._tokens / elapsed:,.0f}/s)")
+        table.add_row("padding ratio", f"{padding_ratio(self._tokens, self._padded_tokens):.1%}")
+        table.add_row(f"padding ratio of fixed batches of {batch_size}", f"{self._fixed_padding_ratio(batch_size):.1%}")
+        table.add_row("updates", f"{updates:,}")
+        table.add_row("samples per update", f"{self._samples / max(updates, 1):,.1f}")
+        table.add_row("zero-weight steps", f"{self._zero_weight_steps / (self._steps * trainer.world_size):.2%}")
+        table.add_row("waiting for data", f"{self._waited / elapsed:.1%} of {elapsed:,.0f} s")
+        for logger in trainer.loggers:
+            if logger.save_dir:
+                where = getattr(logger, "log_dir", None) or logger.save_dir
+                table.add_row(type(logger).__name__, str(where))
+        if any(Path(str(logger.save_dir)).is_dir() for logger in trainer.loggers if logger.save_dir):
+            table.add_row("dashboard", f"odb-libra dashboard {trainer.default_root_dir}")
+        Console().print(table)
+
+    def _fixed_padding_ratio(self, batch_size: int) -> float:
+        lengths = list(self._lengths)
+        random.Random(0).shuffle(lengths)
+        return padding_ratio(sum(lengths), fixed_batch_padded_tokens(lengths, batch_size))

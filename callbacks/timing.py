@@ -1,0 +1,116 @@
+"""Monitors of time: waiting for data, and ranks that others wait for."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from odb_libra_lightning.callbacks.monitor import Monitor
+from odb_libra_lightning.odb.batch_info import BatchInfo
+
+
+class DataWaitMonitor(Monitor):
+    """Logs `odb/data_wait_fraction`: the share of time that the training processes wait for the loader.
+
+    A mean over ranks, of the time in the loader over the time since the last batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waited = 0.0
+        self._since = 0.0
+
+    @override
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._since = time.perf_counter()
+        self._waited = 0.0
+
+    @override
+    def observe(self, info: BatchInfo) -> None:
+        self._waited += info.wait_s
+
+    @override
+    def summarize(self, trainer: L.Trainer, updates: int) -> dict[str, float]:
+        now = time.perf_counter()
+        times = torch.tensor([self._waited, now - self._since], dtype=torch.float32)
+        waited, elapsed = _gather(trainer, times).sum(dim=0).tolist()
+        self._waited, self._since = 0.0, now
+        return {"odb/data_wait_fraction": min(waited / elapsed, 1.0) if elapsed else 0.0}
+
+
+class StragglerMonitor(Monitor):
+    """Logs how long the slowest rank takes for its own part of a step, against the mean rank.
+
+    A step is timed from its batch to the start of its backward pass, which is the part that no other rank can hold
+    up under data parallelism. `straggler/max_s` is the slowest rank's time, `straggler/mean_s` the mean rank's, both
+    means over the steps of the interval, and `straggler/ratio` their quotient; 1 is perfect balance. On a GPU the
+    times are taken with CUDA events, without waiting for the device at each step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spans: list[tuple[_Mark, _Mark]] = []
+        self._begin: _Mark | None = None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._begin = _Mark(pl_module.device)
+
+    @override
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
+        if self._begin is not None:
+            self._spans.append((self._begin, _Mark(pl_module.device)))
+            self._begin = None  # a step with several backward passes is timed to the first
+
+    @override
+    def observe(self, info: BatchInfo) -> None:
+        """Nothing: the times are taken around the step."""
+
+    @override
+    def summarize(self, trainer: L.Trainer, updates: int) -> dict[str, float]:
+        times = torch.tensor([begin.seconds_to(end) for begin, end in self._spans], dtype=torch.float32)
+        self._spans.clear()
+        if not len(times):
+            return {}
+        by_rank = _gather(trainer, times)
+        slowest = by_rank.max(dim=0).values.mean().item()
+        mean = by_rank.mean().item()
+        return {
+            "straggler/max_s": slowest,
+            "straggler/mean_s": mean,
+            "straggler/ratio": slowest / mean if mean else 1.0,
+        }
+
+
+class _Mark:
+    """A moment on a device's own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+        self._time = time.perf_counter()
+
+    def seconds_to(self, later: _Mark) -> float:
+        if self._event is None or later._event is None:
+            return later._time - self._time
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1000
+
+
+def _gather(trainer: L.Trainer, values: torch.Tensor) -> torch.Tensor:
+    """`[k]` of every rank as `[W, k]`, on the CPU."""
+    if trainer.world_size == 1:
+        return values[None]
+    values = values.to(trainer.strategy.root_device)
+    everyone = [torch.empty_like(values) for _ in range(trainer.world_size)]
+    dist.all_gather(everyone, values)
+    return torch.stack(everyone).cpu()

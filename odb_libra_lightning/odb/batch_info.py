@@ -1,0 +1,65 @@
+"""What the loader knows of a batch: the one value that the batching side hands to the training side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchInfo:
+    """Facts about one step's batch on one rank, complete before the batch is released.
+
+    Attributes:
+        epoch: number of the epoch, from 0.
+        batch_idx: number of the step within the epoch, from 0; the same on every rank.
+        round: grouping round that formed the batch, from 0.
+        indices: dataset indices of the samples that this rank trains on in the step; empty in a zero-weight
+            step, in which the batch is a stand-in.
+        lengths: their realized lengths, tokens.
+        padded_tokens: samples times longest sample.
+        loss_tokens: labels of the batch that bear loss; samples or 0 under other loss scalings.
+        loss_weight: factor for the local mean loss; exactly 0 in a zero-weight step.
+        accumulation: micro-batches of a full accumulation window, which the weight assumes.
+        window_loss_tokens: loss-bearing tokens of the batch's accumulation window, over all ranks.
+        global_samples: samples of the step over all ranks.
+        global_tokens: their realized lengths summed, tokens.
+        global_padded_tokens: padded tokens over all ranks.
+        global_loss_tokens: loss-bearing tokens over all ranks.
+        idle_ranks: ranks that take a zero-weight step for want of data.
+        samples_done: samples of this epoch that are trained on or dropped once this step is done, all ranks.
+        samples_total: samples that the epoch draws, all ranks.
+        exchange_s: seconds spent in exchanges with other ranks so far in this epoch.
+        exchange_bytes: bytes that this rank received in them so far.
+        wait_s: seconds that the main process waited for this batch.
+    """
+
+    epoch: int
+    batch_idx: int
+    round: int
+    indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+    padded_tokens: int
+    loss_tokens: int
+    loss_weight: float
+    accumulation: int
+    window_loss_tokens: int
+    global_samples: int
+    global_tokens: int
+    global_padded_tokens: int
+    global_loss_tokens: int
+    idle_ranks: int
+    samples_done: int
+    samples_total: int
+    exchange_s: float = 0.0
+    exchange_bytes: int = 0
+    wait_s: float = 0.0
+
+    @property
+    def samples(self) -> int:
+        """Samples that this rank trains on in the step."""
+        return len(self.indices)
+
+    @property
+    def tokens(self) -> int:
+        """Their realized lengths summed."""
+        return sum(self.lengths)

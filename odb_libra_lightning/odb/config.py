@@ -1,0 +1,132 @@
+"""The settings of a loader: one frozen value that travels from the user to every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_type_hints
+
+LossScaling = Literal["token", "sample", "none"]
+OversizePolicy = Literal["keep", "drop", "error"]
+EmptyPolicy = Literal["drop", "error"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CHOICES = {
+    "loss_scaling": ("token", "sample", "none"),
+    "oversize": ("keep", "drop", "error"),
+    "empty": ("error", "drop"),
+    "start_method": (None, "fork", "forkserver", "spawn"),
+}
+_AT_LEAST = {"l_max": 1, "buffer_size": 1, "num_workers": 0, "prefetch_batches": 1, "timeout": 0.001}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """Settings of online dynamic batching.
+
+    Attributes:
+        l_max: token budget of a batch on one rank, tokens; padded tokens stay within it unless one sample
+            alone is longer.
+        buffer_size: samples that a rank groups at once. More gives less padding and a later first batch.
+        num_workers: data workers a rank; 0 reads, groups and collates in the main process, for debugging.
+        prefetch_factor: samples that each worker keeps ready; None lets the workers together keep one
+            buffer ready.
+        prefetch_batches: finished batches that wait for the trainer.
+        shuffle: draw the samples in a new order in each epoch, the same on every rank.
+        seed: seed of that order.
+        pacing: draw the same number of samples on every rank in each round, so that all run out together;
+            False fills the buffer instead, as the paper does.
+        loss_scaling: what a rank's loss is weighted by: loss-bearing `"token"`s (exact), `"sample"`s, or
+            `"none"`.
+        loss_tokens: counts the loss-bearing tokens of a collated batch; None counts its labels.
+        causal_shift: whether the loss shifts `labels` of two or more dimensions by one position, as Hugging
+            Face causal models do; the first label of each row then bears no loss.
+        ignore_index: label that bears no loss.
+        length_fn: realized length of a sample in tokens; None reads `input_ids` and the like.
+        oversize: what happens to a sample longer than `l_max`: `"keep"` it in a batch of its own, `"drop"`
+            and count it, or stop with an `"error"`.
+        empty: what happens to a sample of length 0: `"error"`, or `"drop"` and count it.
+        pin_memory: put the tensors of a batch into page-locked memory.
+        persistent_workers: keep the collate process and its workers from one epoch to the next.
+        start_method: how the collate process and its workers start; None takes Python's default.
+        worker_init_fn: called with the worker's number in each data worker.
+        timeout: seconds that a rank waits for another, and the main process for its collate process.
+    """
+
+    l_max: int
+    buffer_size: int = 1024
+    num_workers: int = 2
+    prefetch_factor: int | None = None
+    prefetch_batches: int = 4
+    shuffle: bool = True
+    seed: int = 0
+    pacing: bool = True
+    loss_scaling: LossScaling = "token"
+    loss_tokens: Callable[[Any], int] | None = None
+    causal_shift: bool = True
+    ignore_index: int = -100
+    length_fn: Callable[[Any], int] | None = None
+    oversize: OversizePolicy = "keep"
+    empty: EmptyPolicy = "error"
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    start_method: Literal["fork", "forkserver", "spawn"] | None = None
+    worker_init_fn: Callable[[int], None] | None = None
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work.
+
+        Raises:
+            ValueError: naming the setting, its value and what would fit.
+        """
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            wrong_type = isinstance(value, bool) or not isinstance(value, (int, float) if name == "timeout" else int)
+            if wrong_type or value < least:
+                kind = "number" if name == "timeout" else "whole number"
+                raise ValueError(f"{name} must be a {kind} of at least {least}, got {value!r}")
+        if self.prefetch_factor is not None and self.prefetch_factor < 1:
+            raise ValueError(f"prefetch_factor must be at least 1 sample or None, got {self.prefetch_factor!r}")
+
+    @classmethod
+    def from_keywords(cls, **settings: Any) -> LoaderConfig:
+        """Build it from the keywords of a public constructor.
+
+        Raises:
+            TypeError: for a keyword that is no setting, with the nearest one that is.
+            ValueError: for a value that cannot work.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise TypeError(
+                    f"unknown setting {name!r}" + (f", did you mean {near[0]!r}?" if near else f"; there are {known}")
+                )
+        return cls(**settings)
+
+
+def takes_settings(init: F) -> F:
+    """Show the fields of `LoaderConfig` in the signature of an `__init__` that takes them as `**settings`.
+
+    Editors, `help` and the check of recipes then know them by name and type.
+    """
+    signature = inspect.signature(init)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    hints = get_type_hints(LoaderConfig)
+    settings = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in dataclasses.fields(LoaderConfig)
+        if f.name not in signature.parameters
+    ]
+    init.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
+    init.__annotations__ = {**init.__annotations__, **{p.name: p.annotation for p in settings}}
+    return init

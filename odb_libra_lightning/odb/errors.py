@@ -1,0 +1,19 @@
+"""Errors a person can meet; the first line of each says what went wrong and what to change."""
+
+from __future__ import annotations
+
+
+class ODBError(RuntimeError):
+    """The data path failed; raised with the same text and at the same step on every rank."""
+
+
+class SampleError(ODBError):
+    """A sample cannot be used: it raised, is empty, too long, or its length cannot be read."""
+
+    def __init__(self, sentence: str, traceback: str = "") -> None:
+        super().__init__(sentence)
+        self.traceback = traceback
+
+
+class PeerLostError(ODBError):
+    """A process of the data path, on this rank or another, no longer answers."""

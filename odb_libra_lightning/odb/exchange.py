@@ -1,0 +1,63 @@
+"""What ranks say to one another, as generators: each `yield Gather(...)` is one all_gather.
+
+A generator does not know what carries its messages. `transport.drive` runs one over a transport, and
+`transport.play` runs those of all ranks in one process, in lockstep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_libra_lightning.odb.errors import ODBError
+
+Message: TypeAlias = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+# A failure text is cut to this many bytes: it crosses the wire once for each rank.
+_MAX_TEXT = 32_768
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One all_gather: `message` is int64 `[k]`, with the same `k` on every rank; the answer is `[W, k]`."""
+
+    message: Message
+
+
+Exchange: TypeAlias = Generator[Gather, Message, T]
+
+
+def gather(values: Sequence[int], *, failure: str | None = None) -> Exchange[Message]:
+    """Exchange integers, unless some rank has failed.
+
+    Args:
+        values: `[k]` integers, the same `k` on every rank, whether it failed or not.
+        failure: what went wrong on this rank since the last exchange, if anything did.
+
+    Returns:
+        int64 `[W, k]`, the same on every rank.
+
+    Raises:
+        ODBError: on every rank, with the text of the lowest rank that failed. Whether a second exchange
+            fetches that text is read off what all ranks gathered, so all of them make it or none does.
+    """
+    gathered = yield Gather(np.array([failure is not None, *values], np.int64))
+    failed = np.flatnonzero(gathered[:, 0])
+    if len(failed):
+        texts = yield from gather_bytes((failure or "").encode()[:_MAX_TEXT])
+        raise ODBError(texts[int(failed[0])].decode(errors="replace"))
+    return gathered[:, 1:]
+
+
+def gather_bytes(payload: bytes) -> Exchange[list[bytes]]:
+    """Exchange bytes of any length, which need not be equal: two all_gathers."""
+    sizes = (yield Gather(np.array([len(payload)], np.int64)))[:, 0]
+    words = -(-int(sizes.max()) // 8)
+    padded = np.frombuffer(payload.ljust(words * 8, b"\0"), np.int64)
+    gathered = yield Gather(padded)
+    return [gathered[rank].tobytes()[: int(size)] for rank, size in enumerate(sizes)]
