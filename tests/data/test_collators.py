@@ -1,0 +1,77 @@
+"""Padded batches against a naive reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odb_libra_lightning.data.collators import CausalLMCollator
+
+
+def samples_of(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    made = []
+    for length in lengths:
+        ids = torch.randint(0, 50, (length,), generator=generator)
+        made.append({"input_ids": ids, "labels": torch.where(ids > 25, ids, -100)})
+    return made
+
+
+def naive(samples: list[dict[str, torch.Tensor]], pad: int, multiple: int) -> dict[str, list[list[int]]]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    while longest % multiple:
+        longest += 1
+    rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+    for sample in samples:
+        ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
+        fill = longest - len(ids)
+        rows["input_ids"].append(ids + [pad] * fill)
+        rows["attention_mask"].append([1] * len(ids) + [0] * fill)
+        rows["labels"].append(labels + [-100] * fill)
+    return rows
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    pad=st.integers(0, 9),
+    multiple=st.sampled_from([None, 1, 8, 64]),
+)
+def test_equals_a_naive_padding(lengths: list[int], pad: int, multiple: int | None) -> None:
+    samples = samples_of(lengths)
+    batch = CausalLMCollator(pad, pad_to_multiple_of=multiple)(samples)
+    assert {key: value.tolist() for key, value in batch.items()} == naive(samples, pad, multiple or 1)
+    assert all(value.dtype == torch.int64 for value in batch.values())
+
+
+def test_the_batch_does_not_share_memory_with_its_samples() -> None:
+    (sample,) = samples_of([4])
+    batch = CausalLMCollator()([sample])
+    batch["input_ids"].zero_()
+    batch["labels"].zero_()
+    assert (sample["input_ids"].tolist(), sample["labels"].tolist()) == (
+        samples_of([4])[0]["input_ids"].tolist(),
+        samples_of([4])[0]["labels"].tolist(),
+    )
+
+
+def test_bad_samples_are_named() -> None:
+    good, collate = samples_of([3])[0], CausalLMCollator()
+    with pytest.raises(ValueError, match="no samples to collate"):
+        collate([])
+    with pytest.raises(ValueError, match=r"sample 1 of the batch has no 'labels', only \['input_ids'\]"):
+        collate([good, {"input_ids": good["input_ids"]}])
+    with pytest.raises(ValueError, match=r"sample 0 of the batch has no 'input_ids', only \['labels', 'text'\]"):
+        collate([{"text": good["labels"], "labels": good["labels"]}])
+    with pytest.raises(ValueError, match=r"sample 1 .* input_ids \[3\] and labels \[2\]: expected both \[tokens\]"):
+        collate([good, {"input_ids": good["input_ids"], "labels": good["labels"][:2]}])
+    with pytest.raises(ValueError, match=r"sample 0 .* input_ids \[1, 3\]"):
+        collate([{key: value[None] for key, value in good.items()}])
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="pad_token_id=-1 is no token id"):
+        CausalLMCollator(-1)
+    with pytest.raises(ValueError, match="pad_to_multiple_of=0: take at least 1"):
+        CausalLMCollator(pad_to_multiple_of=0)

@@ -1,0 +1,368 @@
+"""The loader in one process and over two real ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from odb_libra_lightning import ODBLoader
+from odb_libra_lightning.odb.errors import ODBError, PeerLostError
+from odb_libra_lightning.odb.source import SampleSource
+from tests.launch import run_ranks, start_ranks
+from tests.samples import Documents, identities, pad
+
+
+def one_epoch(loader: ODBLoader) -> list[list[int]]:
+    return [identities(batch) for batch in loader]
+
+
+SLOW_START = [pytest.param(method, False, marks=pytest.mark.full) for method in ("spawn", "forkserver")]
+
+
+@pytest.mark.parametrize(
+    ("start_method", "persistent"),
+    [("fork", False), ("fork", True), ("main process", False), ("spawn", True), ("forkserver", True), *SLOW_START],
+)
+def test_two_epochs_hold_every_sample_once_in_new_orders(start_method: str, persistent: bool) -> None:
+    settings: dict[str, Any] = {"num_workers": 0} if start_method == "main process" else {"start_method": start_method}
+    loader = ODBLoader(
+        Documents(150), pad, l_max=1000, buffer_size=64, persistent_workers=persistent, **{"num_workers": 2, **settings}
+    )
+    epochs = [one_epoch(loader) for _ in range(2)]
+    loader.close()
+    for batches in epochs:
+        assert Counter(i for batch in batches for i in batch) == Counter(range(150))
+    assert epochs[0] != epochs[1]
+
+
+def test_workers_or_none_give_the_same_batches() -> None:
+    def batches(workers: int) -> list[list[int]]:
+        return one_epoch(ODBLoader(Documents(120), pad, l_max=900, buffer_size=50, num_workers=workers))
+
+    assert batches(0) == batches(1) == batches(3)
+
+
+def test_facts_fit_the_batch_at_hand_and_earlier_ones() -> None:
+    loader = ODBLoader(Documents(80), pad, l_max=1000, num_workers=0)
+    with pytest.raises(LookupError, match="not given out a batch yet"):
+        _ = loader.info
+    for number, batch in enumerate(loader):
+        info = loader.info
+        assert info.batch_idx == number
+        assert list(info.indices) == identities(batch)
+        assert info.padded_tokens == batch["input_ids"].numel() <= 1000
+        assert info.loss_tokens == int((batch["labels"][:, 1:] != -100).sum())
+        assert info.loss_weight == 1.0
+        assert info.wait_s > 0
+    assert loader.info_at(number - 1).batch_idx == number - 1
+    with pytest.raises(LookupError, match="batch 999"):
+        loader.info_at(999)
+    assert info.samples_done == info.samples_total == loader.samples_per_epoch == 80
+
+
+def test_the_loader_has_no_length_since_nobody_knows_it() -> None:
+    with pytest.raises(TypeError):
+        len(ODBLoader(Documents(3), pad, num_workers=0))  # type: ignore[arg-type]
+
+
+def test_leaving_a_loop_early_ends_the_processes_and_the_next_pass_is_whole() -> None:
+    loader = ODBLoader(Documents(150), pad, l_max=500, num_workers=1, persistent_workers=True)
+    for _ in loader:
+        break
+    assert Counter(i for batch in one_epoch(loader) for i in batch) == Counter(range(150))
+    loader.close()
+
+
+def test_asking_for_an_iterator_starts_nothing() -> None:
+    loader = ODBLoader(Documents(10), pad, num_workers=2)
+    iter(loader)
+    assert loader._producer is None
+
+
+def test_set_epoch_replays_an_order() -> None:
+    loader = ODBLoader(Documents(60), pad, l_max=500, num_workers=0)
+    first, second = one_epoch(loader), one_epoch(loader)
+    loader.set_epoch(0)
+    assert one_epoch(loader) == first != second
+
+
+def test_a_thousand_samples_of_five_tensors_need_few_files() -> None:
+    """Under a low limit of open files, as many machines have it."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        loader = ODBLoader(FiveTensors(1100), stack, l_max=400, num_workers=2)
+        assert sum(len(batch["a"]) for batch in loader) == 1100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class FiveTensors(Documents):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: torch.full((4,), index) for name in "abcde"} | {"length": torch.tensor(4)}
+
+
+def stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+# ---- bad input, one process
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings", "says"),
+    [
+        ([], {}, "training dataset is empty"),
+        (Stream(), {}, "map-style dataset, with __getitem__ and __len__, got a Stream"),
+        ([1], {"l_max": 0}, "l_max must be a whole number of at least 1, got 0"),
+        ([1], {"l_max": 2.5}, "l_max must be a whole number of at least 1, got 2.5"),
+        ([1], {"oversize": "split"}, "oversize must be one of .* got 'split'"),
+        ([1], {"loss_scaling": "tokens"}, "loss_scaling must be one of .* got 'tokens'"),
+        ([1], {"num_workers": -1}, "num_workers must be a whole number of at least 0"),
+        ([1], {"prefetch_factor": 0}, "prefetch_factor must be at least 1"),
+        ([1], {"rank": 0}, "both rank and world_size or neither"),
+        ([1], {"rank": 0, "world_size": 2}, "1 samples for 2 ranks"),
+        ([1, 2], {"rank": 2, "world_size": 2}, "rank must lie in 0..1, got 2"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(dataset: Any, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ODBLoader(dataset, **settings)
+
+
+def test_a_mistyped_setting_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="unknown setting 'bufer_size', did you mean 'buffer_size'"):
+        ODBLoader([1], bufer_size=3)
+
+
+class Broken(Documents):
+    """Sample 7 is bad in a way of choice."""
+
+    def __init__(self, size: int, how: str) -> None:
+        super().__init__(size)
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        if index == 7:
+            if self.how == "raises":
+                raise OSError("disk on fire")
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "empty":
+                return {"input_ids": torch.empty(0), "labels": torch.empty(0)}
+            if self.how == "no length":
+                return {"text": "seven"}
+            if self.how == "long":
+                return {"input_ids": torch.zeros(5000), "labels": torch.zeros(5000)}
+        return sample
+
+
+def bad_pad(samples: list[Any]) -> Any:
+    if any(int(sample["input_ids"][0]) == 7 for sample in samples):
+        raise RuntimeError("cannot pad")
+    return pad(samples)
+
+
+FAULTS = [
+    ("raises", {}, "sample 7: OSError: disk on fire"),
+    ("empty", {}, "sample 7 is empty .*empty='drop'"),
+    ("no length", {}, "sample 7: TypeError: the length of a dict with keys \\['text'\\].*pass length_fn"),
+    ("long", {"oversize": "error"}, "sample 7 has 5000 tokens, over l_max=1000"),
+    ("bad collate", {}, "collating samples \\[.*7.*\\]: RuntimeError: cannot pad"),
+]
+
+
+def broken_loader(how: str, **settings: Any) -> ODBLoader:
+    return ODBLoader(Broken(100, how), bad_pad if how == "bad collate" else pad, l_max=1000, **settings)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("how", "settings", "says"), FAULTS)
+def test_a_bad_sample_is_one_error_with_the_original_text(
+    how: str, settings: dict[str, Any], says: str, workers: int
+) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ODBError, match=f"rank 0: {says}") as error:
+        one_epoch(broken_loader(how, num_workers=workers, **settings))
+    assert time.monotonic() - begin < 10
+    if how in ("raises", "bad collate"):
+        assert "Traceback (most recent call last)" in str(error.value)
+
+
+@pytest.mark.parametrize(("how", "settings"), [("long", {"oversize": "drop"}), ("empty", {"empty": "drop"})])
+def test_dropped_samples_are_left_out_and_counted(how: str, settings: dict[str, Any]) -> None:
+    loader = broken_loader(how, num_workers=1, **settings)
+    batches = one_epoch(loader)
+    assert Counter(i for batch in batches for i in batch) == Counter(set(range(100)) - {7})
+    assert loader.info.samples_done == 100
+
+
+def test_a_worker_that_is_killed_is_an_error_and_not_a_hang() -> None:
+    with pytest.raises(ODBError, match="worker .* killed by signal"):
+        one_epoch(broken_loader("dies", num_workers=1))
+
+
+def test_a_collate_process_that_is_killed_is_an_error_and_not_a_hang() -> None:
+    loader = ODBLoader(Documents(200), pad, l_max=400, num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    os.kill(loader._producer._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    with pytest.raises(PeerLostError, match="its collate process ended by signal 9"):
+        list(batches)
+
+
+class Slow(Documents):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(60)
+
+
+def test_a_dataset_that_hangs_is_an_error_after_the_time_limit() -> None:
+    with pytest.raises(ODBError, match="no batch within 1 s|timed out after 1 seconds"):
+        one_epoch(ODBLoader(Slow(10), pad, num_workers=1, timeout=1))
+
+
+def test_the_source_tells_where_every_view_is() -> None:
+    loader = ODBLoader(Documents(100), pad, num_workers=2, buffer_size=40)
+    source = SampleSource(loader.dataset, loader.config, rank=0, world_size=1)
+    source.start(0)
+    assert source.in_sampler + source.in_workers == 100
+    taken = source.take(30)
+    assert len(taken) == 30
+    assert source.in_sampler + source.in_workers == 70
+    assert [sample.identity for sample in taken + source.take(500)] == source._views.indices.tolist()
+    assert source.in_sampler == source.in_workers == 0
+
+
+# ---- two ranks
+
+
+def init_group() -> int:
+    dist.init_process_group("gloo")
+    return dist.get_rank()
+
+
+def leave_group() -> None:
+    dist.destroy_process_group()
+
+
+def train_two_epochs(start_method: str | None, workers: int, persistent: bool) -> Any:
+    init_group()
+    loader = ODBLoader(
+        Documents(151),
+        pad,
+        l_max=1000,
+        num_workers=workers,
+        start_method=start_method,
+        persistent_workers=persistent,
+        buffer_size=30,
+    )
+    epochs = []
+    for _ in range(2):
+        epochs.append([[identities(batch) if loader.info.indices else [], loader.info.loss_weight] for batch in loader])
+    loader.close()
+    leave_group()
+    return epochs
+
+
+@pytest.mark.parametrize(
+    ("start_method", "workers", "persistent"),
+    [("fork", 2, False), ("fork", 1, True), ("spawn", 1, True), (None, 0, False)],
+)
+def test_two_ranks_share_the_samples_and_keep_step(
+    start_method: str | None, workers: int, persistent: bool, tmp_path: Path
+) -> None:
+    ranks = run_ranks(
+        train_two_epochs, 2, tmp_path, start_method=start_method, workers=workers, persistent=persistent
+    )
+    orders = []
+    for epoch in range(2):
+        steps = [rank[epoch] for rank in ranks]
+        assert len(steps[0]) == len(steps[1])
+        counts = Counter(i for rank in steps for batch, _ in rank for i in batch)
+        assert set(counts) == set(range(151))
+        assert counts.total() == 152
+        for batches in zip(*steps, strict=True):
+            assert sum(weight for _, weight in batches) == pytest.approx(2.0)
+        orders.append(steps)
+    assert orders[0] != orders[1]
+
+
+def break_after_one_batch_then_train() -> Any:
+    init_group()
+    loader = ODBLoader(Documents(100), pad, l_max=500, num_workers=1, persistent_workers=True)
+    for _ in loader:
+        break
+    seen = [i for batch in loader for i in identities(batch)]
+    loader.close()
+    leave_group()
+    return seen
+
+
+def test_two_ranks_can_leave_a_pass_and_begin_another(tmp_path: Path) -> None:
+    ranks = run_ranks(break_after_one_batch_then_train, 2, tmp_path)
+    assert Counter(i for rank in ranks for i in rank) == Counter(range(100))
+
+
+def meet_faults(workers: int) -> Any:
+    init_group()
+    met = []
+    for how, settings, _ in FAULTS:
+        # Only rank 1's share of an unshuffled dataset holds sample 7.
+        loader = broken_loader(how, num_workers=workers, shuffle=False, **settings)
+        begin, steps = time.monotonic(), 0
+        try:
+            for _ in loader:
+                steps += 1
+        except ODBError as error:
+            met.append({"error": str(error), "steps": steps, "seconds": time.monotonic() - begin})
+    leave_group()
+    return met
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_fault_on_one_rank_stops_both_at_the_same_step_with_its_text(workers: int, tmp_path: Path) -> None:
+    ranks = run_ranks(meet_faults, 2, tmp_path, workers=workers)
+    for (_, _, says), zero, one in zip(FAULTS, *ranks, strict=True):
+        assert zero["error"] == one["error"]
+        assert zero["steps"] == one["steps"]
+        assert max(zero["seconds"], one["seconds"]) < 10
+        assert re.match(f"rank 1: {says}", zero["error"])
+
+
+def iterate_without_a_group() -> None:
+    list(ODBLoader(Documents(10), pad, num_workers=0))
+
+
+def test_ranks_without_a_process_group_are_refused_and_not_each_alone(tmp_path: Path) -> None:
+    for end in start_ranks(iterate_without_a_group, 2, tmp_path):
+        assert end.code == 1
+        assert "WORLD_SIZE is 2 but there is no process group" in end.output
+
+
+def die_on_rank_one() -> Any:
+    if init_group() == 1:
+        os._exit(3)
+    return None
+
+
+def test_a_rank_that_dies_fails_the_run(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 ended with 3"):
+        run_ranks(die_on_rank_one, 2, tmp_path)
