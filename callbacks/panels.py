@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from typing_extensions import override
 
@@ -45,19 +45,18 @@ def custom_scalars_layout() -> dict[str, dict[str, list[object]]]:
     }
 
 
-class DashboardPanels(pl.Callback):
+class DashboardPanels(L.Callback):
     """Register the panels of this package with the loggers of the trainer when a fit starts.
 
     TensorBoard gets the layout of its *Custom Scalars* tab; Weights & Biases gets samples seen as the x axis
     of every key in `PANELS`. Other loggers are left alone. Rank 0 does this alone.
 
     Example:
-        >>> import lightning as L
         >>> trainer = L.Trainer(callbacks=[DashboardPanels()], logger=False)
     """
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:

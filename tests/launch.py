@@ -6,6 +6,7 @@ hide a rank that died. Nothing outlives the time limit.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -59,7 +60,14 @@ def start_ranks(
     for rank in range(world_size):
         log = (folder / f"rank{rank}.log").open("w+")
         logs.append(log)
-        command = [sys.executable, "-m", "tests.launch", target, str(folder / f"rank{rank}.json"), json.dumps(arguments)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.launch",
+            target,
+            str(folder / f"rank{rank}.json"),
+            json.dumps(arguments),
+        ]
         processes.append(start(command, log, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
     wait_all(processes, timeout)
     ended = []
@@ -74,7 +82,13 @@ def start(command: list[str], log: Any, variables: dict[str, str] | None = None)
     """A process in a session of its own, so that all it starts can be ended with it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(variables or {})}
     return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -88,10 +102,8 @@ def wait_all(processes: list[subprocess.Popen[str]], timeout: float) -> None:
         pass  # the return code of a killed process, -9, says so
     finally:
         for process in processes:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait(10)
 
 

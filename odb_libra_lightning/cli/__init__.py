@@ -1,1 +1,1 @@
-
+"""The command line: `train.py` and `odb-libra`, and the recipes they read."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import pytest
 import wandb
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -33,10 +33,10 @@ KEYS = [
 ]
 
 
-class LogEachStep(pl.Callback):
+class LogEachStep(L.Callback):
     """Log as the monitors do (one call with its x axis), and then a loss alone, as a module may."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         step = trainer.global_step
         for logger in trainer.loggers:
             logger.log_metrics({"odb/padding_ratio": 0.25, "progress/samples": 8 * step}, step=step)
@@ -44,7 +44,7 @@ class LogEachStep(pl.Callback):
 
 
 def fit(tmp_path: Path, *loggers: Logger, steps: int = 3) -> None:
-    trainer = pl.Trainer(
+    trainer = L.Trainer(
         default_root_dir=tmp_path,
         accelerator="cpu",
         max_steps=steps,
@@ -89,9 +89,7 @@ def test_tensorboard_run_holds_the_layout(tmp_path: Path) -> None:
     events = EventAccumulator(logger.log_dir).Reload()
     (event,) = events.Tensors("custom_scalars__config__")
     layout = Layout.FromString(event.tensor_proto.string_val[0])
-    assert [list(chart.multiline.tag) for group in layout.category for chart in group.chart] == [
-        [key] for key in KEYS
-    ]
+    assert [list(chart.multiline.tag) for group in layout.category for chart in group.chart] == [[key] for key in KEYS]
     assert [scalar.step for scalar in events.Scalars("odb/padding_ratio")] == [1, 2, 3]
 
 

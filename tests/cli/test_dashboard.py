@@ -43,9 +43,8 @@ def runs(tmp_path: Path) -> Path:
     """A root as training leaves it: `<name>/<timestamp>/tensorboard`, with and without a layout."""
     root = tmp_path / "runs"
     write_run(root / "logged" / "0701" / "tensorboard", custom_scalars_layout())
-    write_run(
-        root / "mine" / "0702" / "tensorboard", {"Mine": {"Gradient norm": ["Multiline", ["grad_norm"]]}}
-    )
+    gradient_norm = {"Gradient norm": ["Multiline", ["grad_norm"]]}
+    write_run(root / "mine" / "0702" / "tensorboard", {"Training": gradient_norm, "Mine": gradient_norm})
     write_run(root / "plain" / "0703" / "tensorboard")
     return root
 
@@ -111,15 +110,21 @@ def test_serves_the_panels_of_every_run_and_leaves_nothing_behind(runs: Path) ->
 
         wait_until_equal(lambda: get(f"{site[1]}data/runs"), names)
         # Ours first and once, though one run has logged them; then what a run has logged of its own.
+        wanted = {category: list(charts) for category, charts in PANELS.items()}
+        wanted["Training"].append("Gradient norm")
+        wanted["Mine"] = ["Gradient norm"]
         wait_until_equal(
-            lambda: [category["title"] for category in get(f"{tab}/layout")["category"]], [*PANELS, "Mine"]
+            lambda: {
+                category["title"]: [chart["title"] for chart in category["chart"]]
+                for category in get(f"{tab}/layout")["category"]
+            },
+            wanted,
         )
         for name in names:
             query = f"{tab}/scalars?run={name}&tag=odb/padding_ratio"
             wait_until_equal(
                 lambda query=query: {
-                    tag: [step for _, step, _ in points]
-                    for tag, points in get(query)["tag_to_events"].items()
+                    tag: [step for _, step, _ in points] for tag, points in get(query)["tag_to_events"].items()
                 },
                 {"odb/padding_ratio": list(range(20))},
             )
@@ -136,9 +141,7 @@ def test_serves_the_panels_of_every_run_and_leaves_nothing_behind(runs: Path) ->
         process.communicate()
 
 
-def test_panels_are_there_when_no_run_logged_a_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_panels_are_there_when_no_run_logged_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dashboard.CustomScalarsPlugin, "layout_impl", lambda *_: {})
     plugin = dashboard.PanelsPlugin.__new__(dashboard.PanelsPlugin)
 
@@ -204,9 +207,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert result == (2, "", f"odb-libra: {sentence.format(tmp=tmp)}\n")
 
 
-def test_a_port_that_needs_privileges_is_refused(
-    runs: Path, odb_libra: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_needs_privileges_is_refused(runs: Path, odb_libra: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> NoReturn:
         raise PermissionError(13, "Permission denied")
 
@@ -230,14 +231,11 @@ def test_ports_that_are_all_taken_are_refused(
 
     assert (code, out) == (2, "")
     assert err == (
-        f"odb-libra: Ports {taken_port} to {taken_port} are all taken on 127.0.0.1; choose another start "
-        "with --port.\n"
+        f"odb-libra: Ports {taken_port} to {taken_port} are all taken on 127.0.0.1; choose another start with --port.\n"
     )
 
 
-def test_a_folder_that_cannot_be_read_is_refused(
-    runs: Path, odb_libra: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_read_is_refused(runs: Path, odb_libra: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str) -> NoReturn:
         raise PermissionError(13, "Permission denied", path)
 
@@ -258,9 +256,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(tmp_path: Path, odb_l
     assert err.splitlines()[-1].startswith("odb-libra: There is no folder")
 
 
-def test_an_error_that_is_no_bad_input_keeps_its_traceback(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_is_no_bad_input_keeps_its_traceback(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> NoReturn:
         raise KeyError("a bug")
 

@@ -21,9 +21,7 @@ GROUPS = st.lists(st.lists(st.integers(), min_size=1, max_size=8), max_size=20)
         ([0, 0], [3, 3], [0, 0], 0),  # no active rank: nothing to align
     ],
 )
-def test_target_is_the_rule_of_the_paper(
-    groups: list[int], slots: list[int], buffered: list[int], target: int
-) -> None:
+def test_target_is_the_rule_of_the_paper(groups: list[int], slots: list[int], buffered: list[int], target: int) -> None:
     assert group_target(groups, slots, buffered) == target
 
 

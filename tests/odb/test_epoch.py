@@ -31,9 +31,7 @@ def trained(ranks: list[list[Step]]) -> Counter[int]:
 @given(LENGTHS, st.integers(1, 16), st.integers(1, 900), st.integers(1, 60), st.booleans(), st.integers(0, 3))
 def test_nothing_is_lost_steps_are_equal_and_budgets_hold(lengths, world, l_max, buffer, pacing, epoch) -> None:  # type: ignore[no-untyped-def]
     world = min(world, len(lengths))
-    ranks = simulate(
-        dataset(lengths), world_size=world, l_max=l_max, buffer_size=buffer, pacing=pacing, epoch=epoch
-    )
+    ranks = simulate(dataset(lengths), world_size=world, l_max=l_max, buffer_size=buffer, pacing=pacing, epoch=epoch)
     counts = trained(ranks)
     assert set(counts) == set(range(len(lengths)))
     assert counts.total() == world * -(-len(lengths) // world)
@@ -130,9 +128,7 @@ def test_the_same_seed_gives_the_same_batches() -> None:
 def test_other_scalings_weigh_by_samples_or_not_at_all(loss_scaling: str) -> None:
     lengths = [90] * 12 + [10] * 4
     shares = [list(range(12)), [12, 13, 14, 15]]
-    ranks = simulate(
-        dataset(lengths), world_size=2, shares=shares, l_max=100, pacing=False, loss_scaling=loss_scaling
-    )
+    ranks = simulate(dataset(lengths), world_size=2, shares=shares, l_max=100, pacing=False, loss_scaling=loss_scaling)
     for step in zip(*ranks, strict=True):
         samples = [len(rank.info.indices) for rank in step]
         weights = [rank.info.loss_weight for rank in step]

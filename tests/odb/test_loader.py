@@ -289,9 +289,7 @@ def train_two_epochs(start_method: str | None, workers: int, persistent: bool) -
 def test_two_ranks_share_the_samples_and_keep_step(
     start_method: str | None, workers: int, persistent: bool, tmp_path: Path
 ) -> None:
-    ranks = run_ranks(
-        train_two_epochs, 2, tmp_path, start_method=start_method, workers=workers, persistent=persistent
-    )
+    ranks = run_ranks(train_two_epochs, 2, tmp_path, start_method=start_method, workers=workers, persistent=persistent)
     orders = []
     for epoch in range(2):
         steps = [rank[epoch] for rank in ranks]
