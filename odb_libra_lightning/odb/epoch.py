@@ -82,6 +82,16 @@ class _Collated:
         return len(lengths), sum(lengths), len(lengths) * max(lengths, default=0), self.loss_tokens
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A step that is complete but for its weight: this rank's share of the loss, and all ranks'."""
+
+    info: BatchInfo
+    payload: bytes
+    share: int
+    total: int
+
+
 _NO_DATA = _Collated([], None, 0)
 
 
@@ -129,7 +139,7 @@ class RankEpoch:
         self._dropped = 0
         self._samples_done = 0
         self._stand_in = _StandIn(None, 0)
-        self._window: list[tuple[BatchInfo, bytes]] = []
+        self._window: list[_Pending] = []
         self._released = 0
 
     def run(self) -> EpochEvents[None]:
@@ -230,7 +240,7 @@ class RankEpoch:
         steps = [(self._attempt(self._collate, group) if group else None) or _NO_DATA for group in groups]
         for step in steps:
             self._remember_stand_in(step)
-        lacking = [step.payload is None or not self._bears_loss(step) for step in steps]
+        lacking = [step.payload is None or step.loss_tokens == 0 for step in steps]
         everyone = yield from gather(
             [
                 self._dropped,
@@ -248,14 +258,14 @@ class RankEpoch:
             payload = self._stand_in.payload if lacking[i] else step.payload
             assert payload is not None, "a round has steps only where some rank has a batch"
             self._samples_done += int(by_step[:, i, 0].sum())
-            self._window.append((self._describe(round_number, step, by_step[:, i]), payload))
+            self._window.append(self._pending(round_number, step, payload, by_step[:, i]))
             if len(self._window) == self._accumulation:
                 yield from self._close_window()
 
-    def _describe(self, round_number: int, step: _Collated, by_rank: Message) -> BatchInfo:
-        """Facts of one step from `by_rank` `[W, 4]`, but for its weight and place in the epoch."""
+    def _pending(self, round_number: int, step: _Collated, payload: bytes, by_rank: Message) -> _Pending:
+        """A step that waits for its window to fill, from `by_rank` `[W, 4]`: the numbers of each rank's batch."""
         samples, tokens, padded_tokens, loss_tokens = by_rank.sum(axis=0).tolist()
-        return BatchInfo(
+        info = BatchInfo(
             epoch=self._epoch,
             batch_idx=-1,
             round=round_number,
@@ -274,31 +284,32 @@ class RankEpoch:
             samples_done=self._samples_done,
             samples_total=self._world_size * views_per_rank(self._num_samples, self._world_size),
         )
+        by_tokens = self._config.loss_scaling == "token"
+        shares = by_rank[:, 3] if by_tokens else by_rank[:, 0] * (by_rank[:, 3] > 0)
+        return _Pending(info, payload, int(shares[self._rank]), int(shares.sum()))
 
     def _close_window(self) -> EpochEvents[None]:
         """Weigh and release the steps of an accumulation window, at the epoch's end a short one."""
-        infos = [info for info, _ in self._window]
-        if self._config.loss_scaling == "token":
-            local, total = [i.loss_tokens for i in infos], [i.global_loss_tokens for i in infos]
-        else:
-            local, total = [i.samples for i in infos], [i.global_samples for i in infos]
+        shares = [step.share for step in self._window]
         if self._config.loss_scaling == "none":
-            weights = [float(count > 0) for count in local]
+            weights = [float(share > 0) for share in shares]
         else:
-            weights = window_loss_weights(local, total, world_size=self._world_size, accumulation=self._accumulation)
-        window_loss_tokens = sum(info.global_loss_tokens for info in infos)
-        for (info, payload), weight in zip(self._window, weights, strict=True):
-            info = replace(info, batch_idx=self._released, loss_weight=weight, window_loss_tokens=window_loss_tokens)
+            weights = window_loss_weights(
+                shares,
+                [step.total for step in self._window],
+                world_size=self._world_size,
+                accumulation=self._accumulation,
+            )
+        loss_tokens = sum(step.info.global_loss_tokens for step in self._window)
+        for step, weight in zip(self._window, weights, strict=True):
+            info = replace(step.info, batch_idx=self._released, loss_weight=weight, window_loss_tokens=loss_tokens)
             self._released += 1
-            yield Step(info, payload)
+            yield Step(info, step.payload)
         self._window.clear()
-
-    def _bears_loss(self, step: _Collated) -> bool:
-        return step.loss_tokens > 0 or self._config.loss_scaling != "token"
 
     def _remember_stand_in(self, step: _Collated) -> None:
         if step.payload is not None:
-            quality = 2 if self._bears_loss(step) else 1
+            quality = 2 if step.loss_tokens else 1
             if quality >= self._stand_in.quality:
                 self._stand_in = _StandIn(step.payload, quality)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d
 
 from odb_libra_lightning.odb.errors import ODBError, PeerLostError
 from odb_libra_lightning.odb.transport import GlooTransport

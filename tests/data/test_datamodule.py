@@ -360,7 +360,7 @@ def test_wrap_reads_the_order_off_the_loader_and_refuses_one_it_would_replace() 
     assert not ordered.config.shuffle
     assert ordered.config.num_workers == 0
     weighted = WeightedRandomSampler([1.0] * 61, 61)
-    with pytest.raises(ValueError, match="through a WeightedRandomSampler.*pass shuffle=True or shuffle=False"):
+    with pytest.raises(ValueError, match=r"through a WeightedRandomSampler.*pass shuffle=True or shuffle=False"):
         loader_of(Existing(shuffle=None, sampler=weighted))
     assert loader_of(Existing(shuffle=None, sampler=weighted), shuffle=True).config.shuffle
     with pytest.raises(ValueError, match="RandomSampler"):
@@ -407,7 +407,7 @@ def test_the_constructor_shows_its_settings_and_refuses_others() -> None:
     parameters = inspect.signature(ODBDataModule).parameters
     assert parameters["buffer_size"].default == 1024
     assert "settings" not in parameters
-    with pytest.raises(TypeError, match="unknown setting 'lmax'.*'l_max'"):
+    with pytest.raises(TypeError, match=r"unknown setting 'lmax'.*'l_max'"):
         ODBDataModule(Documents(3), lmax=3)
     with pytest.raises(ValueError, match="eval_batch_size must be at least 1, got 0"):
         ODBDataModule(Documents(3), eval_batch_size=0)

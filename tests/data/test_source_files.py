@@ -135,7 +135,7 @@ from odb_libra_lightning.data.source_files import SourceFiles
 data = SourceFiles({str(tree)!r}, vocab_size=300, cache_dir={str(tree.parent / "fresh")!r})
 expected = sum(len(data[i]["input_ids"]) for i in range(12))
 for _ in range(2):
-    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    loader = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
     assert sum(len(sample["input_ids"]) for sample in loader) == expected
 """
     environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}

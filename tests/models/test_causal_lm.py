@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer
+from omegaconf import OmegaConf
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -126,7 +127,10 @@ def test_warm_up_is_linear_and_then_level() -> None:
 
 
 def test_optimizer_takes_its_options() -> None:
-    optimizer = CausalLM(lr=0.5, weight_decay=0.25, betas=[0.8, 0.9], **TINY).configure_optimizers()  # type: ignore[arg-type]
+    betas = OmegaConf.create([0.8, 0.9])  # what a recipe hands over
+    module = CausalLM(lr=0.5, weight_decay=0.25, betas=betas, **TINY)  # type: ignore[arg-type]
+    assert type(module.hparams["betas"]) is tuple
+    optimizer = module.configure_optimizers()
     assert isinstance(optimizer, torch.optim.AdamW)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.5, 0.25, (0.8, 0.9))

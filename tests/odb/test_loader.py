@@ -216,7 +216,7 @@ def test_dropped_samples_are_left_out_and_counted(how: str, settings: dict[str, 
 
 
 def test_a_worker_that_is_killed_is_an_error_and_not_a_hang() -> None:
-    with pytest.raises(ODBError, match="worker .* killed by signal"):
+    with pytest.raises(ODBError, match=r"worker .* killed by signal"):
         one_epoch(broken_loader("dies", num_workers=1))
 
 
@@ -235,7 +235,7 @@ class Slow(Documents):
 
 
 def test_a_dataset_that_hangs_is_an_error_after_the_time_limit() -> None:
-    with pytest.raises(ODBError, match="no batch within 1 s|timed out after 1 seconds"):
+    with pytest.raises(ODBError, match=r"no batch within 1 s|timed out after 1 seconds"):
         one_epoch(ODBLoader(Slow(10), pad, num_workers=1, timeout=1))
 
 

@@ -1,0 +1,72 @@
+"""From a list of samples to one padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+IGNORED = -100  # the label that Hugging Face's and torch's cross entropy skip
+
+
+class CausalLMCollator:
+    """Pad samples on the right, to the longest of them.
+
+    Args:
+        pad_token_id: id that fills `input_ids`; any valid id, since the mask hides it.
+        pad_to_multiple_of: round the padded length up to a multiple of this.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, pad_token_id: int = 0, pad_to_multiple_of: int | None = None) -> None:
+        if pad_token_id < 0:
+            raise ValueError(f"pad_token_id={pad_token_id} is no token id: take 0 or above")
+        if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
+            raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of}: take at least 1, or None")
+        self.pad_token_id = pad_token_id
+        self.pad_to_multiple_of = pad_to_multiple_of
+
+    def __call__(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Build one batch.
+
+        Args:
+            samples: `n` samples with `input_ids` and `labels`, both int64 `[l_i]`; further keys are dropped.
+
+        Returns:
+            `input_ids`, `attention_mask` (1 for a token, 0 for padding) and `labels` (-100 for padding), all
+            int64 `[n, L]`, with `L` the largest `l_i`, rounded up.
+
+        Raises:
+            ValueError: no samples, a key missing, or labels of another length than the ids.
+        """
+        if not samples:
+            raise ValueError("no samples to collate")
+        for position, sample in enumerate(samples):
+            self._check(position, sample)
+        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+        extra = -int(lengths.max()) % (self.pad_to_multiple_of or 1)
+        input_ids = self._pad(samples, "input_ids", self.pad_token_id, extra)
+        labels = self._pad(samples, "labels", IGNORED, extra)
+        attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+    @staticmethod
+    def _check(position: int, sample: Mapping[str, Tensor]) -> None:
+        for key in ("input_ids", "labels"):
+            if key not in sample:
+                raise ValueError(f"sample {position} of the batch has no {key!r}, only {sorted(sample)}")
+        if sample["input_ids"].ndim != 1 or sample["input_ids"].shape != sample["labels"].shape:
+            raise ValueError(
+                f"sample {position} of the batch has input_ids {list(sample['input_ids'].shape)} and labels "
+                f"{list(sample['labels'].shape)}: expected both [tokens], of one length"
+            )
+
+    @staticmethod
+    def _pad(samples: Sequence[Mapping[str, Tensor]], key: str, value: int, extra: int) -> Tensor:
+        rows = pad_sequence([sample[key] for sample in samples], batch_first=True, padding_value=value)
+        return pad(rows, (0, extra), value=value) if extra else rows
