@@ -27,36 +27,7 @@ from odb_libra_lightning.odb import align_groups, group_by_budget
 
 MEAN_TOKENS = 500
 L_MAX = 16_384
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "a",
-    "is",
-    "that",
-    "for",
-    "it",
-    "as",
-    "was",
-    "with",
-    "be",
-    "by",
-    "on",
-    "not",
-    "he",
-    "his",
-    "but",
-    "at",
-    "are",
-    "this",
-    "have",
-    "from",
-    "or",
-    "had",
-    "an",
-]
+WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")
 
 
 class TokenTensors(Dataset[dict[str, torch.Tensor]]):

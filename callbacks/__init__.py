@@ -39,8 +39,7 @@ def monitoring(*, progress_bar: bool = True) -> list[L.Callback]:
         DataWaitMonitor(),
         StragglerMonitor(),
         DashboardPanels(),
-        RunSummary(),
     ]
     if progress_bar:
         callbacks.append(SampleProgressBar())
-    return callbacks
+    return [*callbacks, RunSummary()]  # last, so that the bar is closed when it prints

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,15 +69,19 @@ class RunSummary(L.Callback):
         table.add_row("samples per update", f"{self._samples / max(updates, 1):,.1f}")
         table.add_row("zero-weight steps", f"{self._zero_weight_steps / (self._steps * trainer.world_size):.2%}")
         table.add_row("waiting for data", f"{self._waited / elapsed:.1%} of {elapsed:,.0f} s")
-        for logger in trainer.loggers:
-            if logger.save_dir:
-                where = getattr(logger, "log_dir", None) or logger.save_dir
-                table.add_row(type(logger).__name__, str(where))
-        if any(Path(str(logger.save_dir)).is_dir() for logger in trainer.loggers if logger.save_dir):
-            table.add_row("dashboard", f"odb-libra dashboard {trainer.default_root_dir}")
-        Console().print(table)
+        console = Console()
+        console.print(table)
+        folders = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir]
+        if folders:
+            command = shutil.which("odb-libra") or Path(sys.executable).with_name("odb-libra")
+            console.print(f"Dashboard: {_short(Path(command))} dashboard {_short(folders[0])}", soft_wrap=True)
 
     def _fixed_padding_ratio(self, batch_size: int) -> float:
         lengths = list(self._lengths)
         random.Random(0).shuffle(lengths)
         return padding_ratio(sum(lengths), fixed_batch_padded_tokens(lengths, batch_size))
+
+
+def _short(path: Path) -> str:
+    """The path from here, where that is shorter."""
+    return min(str(path), os.path.relpath(path), key=len)
