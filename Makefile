@@ -46,8 +46,8 @@ clean: ## remove .venv, builds and caches; runs/ stays
 # for CUDA; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu before `make` gives the smaller one.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
-	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	    echo "Python 3.10 or newer is needed, and '$(PYTHON)' is not; name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Python 3.11 or newer is needed, and '$(PYTHON)' is not; name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
 	    exit 1; }; \
 	  echo "$(PYTHON) -m venv $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	$(PIP) install -c constraints.txt torch

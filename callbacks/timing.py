@@ -17,30 +17,25 @@ from odb_libra_lightning.odb.batch_info import BatchInfo
 class DataWaitMonitor(Monitor):
     """Logs `odb/data_wait_fraction`: the share of time that the training processes wait for the loader.
 
-    A mean over ranks, of the time in the loader over the time since the last batch.
+    Time is taken by the loader, over all ranks, from one batch given out to the next; what happens between two epochs
+    is left out, the wait for an epoch's first batch is not.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._waited = 0.0
-        self._since = 0.0
-
-    @override
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._since = time.perf_counter()
-        self._waited = 0.0
+        self._waited = self._elapsed = 0.0
 
     @override
     def observe(self, info: BatchInfo) -> None:
         self._waited += info.wait_s
+        self._elapsed += info.elapsed_s
 
     @override
     def summarize(self, trainer: L.Trainer, updates: int) -> dict[str, float]:
-        now = time.perf_counter()
-        times = torch.tensor([self._waited, now - self._since], dtype=torch.float32)
+        times = torch.tensor([self._waited, self._elapsed], dtype=torch.float32)
+        self._waited = self._elapsed = 0.0
         waited, elapsed = _gather(trainer, times).sum(dim=0).tolist()
-        self._waited, self._since = 0.0, now
-        return {"odb/data_wait_fraction": min(waited / elapsed, 1.0) if elapsed else 0.0}
+        return {"odb/data_wait_fraction": waited / elapsed if elapsed else 0.0}
 
 
 class StragglerMonitor(Monitor):

@@ -107,12 +107,15 @@ def wait_all(processes: list[subprocess.Popen[str]], timeout: float) -> None:
             process.wait(10)
 
 
-def session_is_empty(process: subprocess.Popen[str]) -> bool:
-    """Whether every process that it started has ended."""
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return True
+def session_ends(process: subprocess.Popen[str], within: float = 10) -> bool:
+    """Whether every process that it started has ended within so many seconds."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
     return False
 
 

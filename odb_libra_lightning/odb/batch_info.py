@@ -30,7 +30,8 @@ class BatchInfo:
         samples_total: samples that the epoch draws, all ranks.
         exchange_s: seconds spent in exchanges with other ranks so far in this epoch.
         exchange_bytes: bytes that this rank received in them so far.
-        wait_s: seconds that the main process waited for this batch.
+        wait_s: seconds that the training process waited for this batch.
+        elapsed_s: seconds since it was given the batch before; for an epoch's first batch, the wait alone.
     """
 
     epoch: int
@@ -53,6 +54,7 @@ class BatchInfo:
     exchange_s: float = 0.0
     exchange_bytes: int = 0
     wait_s: float = 0.0
+    elapsed_s: float = 0.0
 
     @property
     def samples(self) -> int:

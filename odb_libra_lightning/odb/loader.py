@@ -86,6 +86,7 @@ class ODBLoader:
         self._recent: deque[BatchInfo] = deque(maxlen=_RECENT)
         self._control: ControlStore | None = None
         self._producer: RankData | CollateProcess | None = None
+        self._given_at = 0.0  # when the last batch was given out
         self._busy = False  # whether a pass over the loader has begun and not ended
 
     @property
@@ -162,7 +163,10 @@ class ODBLoader:
         batch = from_bytes(step.payload)
         if self.config.pin_memory and torch.cuda.is_available():
             batch = pin_memory(batch)  # type: ignore[no-untyped-call]
-        self._recent.append(replace(step.info, wait_s=time.perf_counter() - begin))
+        now = time.perf_counter()
+        since = self._given_at if step.info.batch_idx else begin
+        self._recent.append(replace(step.info, wait_s=now - begin, elapsed_s=now - since))
+        self._given_at = now
         return batch
 
     def _start(self) -> RankData | CollateProcess:

@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from odb_libra_lightning.callbacks.panels import PANELS, DashboardPanels
+from tests.cli.conftest import Training
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -30,7 +32,8 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.timeout(150),
     pytest.mark.skipif(
-        CHROMIUM is None or CHROMEDRIVER is None, reason="chromium and chromedriver are not both installed"
+        (CHROMIUM is None or CHROMEDRIVER is None) and not os.environ.get("REQUIRE_BROWSER"),
+        reason="chromium and chromedriver are not both installed, and REQUIRE_BROWSER does not ask for them",
     ),
 ]
 
@@ -194,3 +197,10 @@ def test_the_padding_panel_shows_the_logged_curve(tmp_path: Path) -> None:
     values = write_run(tmp_path / "runs")
 
     check_curve(tmp_path / "runs", "Padding ratio", values, screenshot=tmp_path / "panels.png")
+
+
+def test_a_real_training_shows_its_padding_ratio(quickstart: Training, tmp_path: Path) -> None:
+    events = EventAccumulator(str(quickstart.folder / "tensorboard"))
+    events.Reload()
+    values = [event.value for event in events.Scalars("odb/padding_ratio")]
+    check_curve(quickstart.folder, "Padding ratio", values, screenshot=tmp_path / "training.png")
