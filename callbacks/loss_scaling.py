@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from odb_libra_lightning.callbacks.loader_access import batch_info
+from odb_libra_lightning.callbacks.loader_access import batch_info, training_loader
 from odb_libra_lightning.odb.batch_info import BatchInfo
 
 
@@ -36,6 +36,12 @@ class ZeroWeightSteps(L.Callback):
                 f"{trainer.accumulate_grad_batches}, or use ODBDataModule, which asks the trainer"
             )
         self._info = info
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        training_loader(trainer).mark_trained(batch_idx)
 
     @override
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:

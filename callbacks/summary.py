@@ -51,6 +51,8 @@ class RunSummary(L.Callback):
         self._steps += 1
         self._zero_weight_steps += info.idle_ranks
         self._waited += info.wait_s
+        if self._steps == 1:
+            self._begin -= info.wait_s  # the trainer draws the first batch before it says that training starts
         self._lengths.extend(info.lengths[: _MOST_LENGTHS - len(self._lengths)])
 
     @override

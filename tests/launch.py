@@ -32,7 +32,7 @@ class Ended:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, folder: Path, *, timeout: float = 100, **arguments: Any
+    function: Callable[..., Any], world_size: int, folder: Path, /, *, timeout: float = 100, **arguments: Any
 ) -> list[Any]:
     """Results of `function(**arguments)` on each rank; the launcher's variables are set, a group is not.
 
@@ -46,7 +46,7 @@ def run_ranks(
 
 
 def start_ranks(
-    function: Callable[..., Any], world_size: int, folder: Path, *, timeout: float = 100, **arguments: Any
+    function: Callable[..., Any], world_size: int, folder: Path, /, *, timeout: float = 100, **arguments: Any
 ) -> list[Ended]:
     """How each rank ended, well or badly."""
     with socket.socket() as probe:

@@ -133,7 +133,8 @@ class ODBDataModule(L.LightningDataModule):
             accumulation=lambda: int(trainer.accumulate_grad_batches),
             **settings,
         )
-        self._loader.set_epoch(trainer.current_epoch)
+        # Not `current_epoch`, which lags behind when training goes on from the end of an epoch.
+        self._loader.set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
         _weigh_losses(trainer, self._loader.config)
         destroy_gloo_at_exit()
         return self._loader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from odb_libra_lightning.odb.wire import from_bytes
 # Batches whose facts are kept: a trainer looks a batch or two ahead of the one that it trains on.
 _RECENT = 16
 _END = object()
+_BATCH_SETTINGS = ("l_max", "buffer_size", "seed", "shuffle", "pacing", "oversize", "empty")
 
 
 class ODBLoader:
@@ -82,7 +84,11 @@ class ODBLoader:
         self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
         check_shard(len(dataset), rank=rank or 0, world_size=world_size or 1)
         self._accumulation = accumulation
-        self._epoch = 0
+        self._epoch = 0  # of the next pass
+        self._skip = 0  # batches of the next pass that were trained on before a checkpoint
+        self._position = (-1, 0, True)  # epoch of the last pass, batches given out in it, whether it has ended
+        self._marked: int | None = None  # batches of it trained on, where someone says so
+        self._resumed_settings: dict[str, Any] = {}
         self._recent: deque[BatchInfo] = deque(maxlen=_RECENT)
         self._control: ControlStore | None = None
         self._producer: RankData | CollateProcess | None = None
@@ -120,6 +126,33 @@ class ODBLoader:
         """Number of the next epoch; without this call each pass over the loader is the one after the last."""
         self._epoch = epoch
 
+    def mark_trained(self, batch_idx: int) -> None:
+        """Tell the loader that a batch has been trained on, for `state_dict`.
+
+        A trainer draws batches ahead of the one it trains on. In a plain loop nobody need call this: a batch counts
+        as trained on once the next is drawn or the state is asked for.
+        """
+        self._marked = batch_idx + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands: the epoch and the number of its batches trained on, and what batches depend on."""
+        epoch, given, ended = self._position
+        trained = given if self._marked is None else self._marked
+        position = (
+            {"epoch": epoch + 1, "batches": 0} if ended and trained == given else {"epoch": epoch, "batches": trained}
+        )
+        return {**position, "settings": self._batch_settings()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the next pass go on where a checkpoint was written: same batches, the trained ones left out.
+
+        The rest of the epoch is formed anew from its beginning, so this takes as long as the loader alone takes to get
+        there.
+        """
+        self._epoch = state_dict["epoch"]
+        self._skip = state_dict["batches"]
+        self._resumed_settings = state_dict["settings"]
+
     @property
     def samples_per_epoch(self) -> int:
         """Samples that an epoch draws over all ranks, the repeats included."""
@@ -130,14 +163,21 @@ class ODBLoader:
         """Batches of one epoch. Nothing starts before the first is asked for."""
         self._close_unless(idle=True)
         producer = self._producer = self._producer or self._start()
-        accumulation = self._accumulation() if callable(self._accumulation) else self._accumulation
         epoch, self._epoch = self._epoch, self._epoch + 1
-        steps = producer.steps(epoch, accumulation)
+        skip, self._skip = self._skip, 0
+        if skip:
+            self._check_resumed_settings()
+        steps = producer.steps(epoch, self._batch_settings()["accumulation"])
         self._recent.clear()
+        self._marked = None
         self._busy = True
         try:
+            given = sum(1 for _ in itertools.islice(steps, skip))
             while (batch := self._next_batch(steps)) is not _END:
+                given += 1
+                self._position = (epoch, given, False)
                 yield batch
+            self._position = (epoch, given, True)
             self._busy = False
         finally:
             if self._producer is producer:
@@ -182,6 +222,24 @@ class ODBLoader:
             control=self._control.next_group() if self._control else None,
         )
         return CollateProcess(job) if self.config.num_workers else RankData(job)
+
+    def _batch_settings(self) -> dict[str, Any]:
+        """All that the batches of an epoch depend on, beside the data."""
+        return {
+            "samples": len(self.dataset),
+            "world_size": self._ranks()[1],
+            "accumulation": self._accumulation() if callable(self._accumulation) else self._accumulation,
+            **{name: getattr(self.config, name) for name in _BATCH_SETTINGS},
+        }
+
+    def _check_resumed_settings(self) -> None:
+        now = self._batch_settings()
+        for name, value in self._resumed_settings.items():
+            if now[name] != value:
+                raise ValueError(
+                    f"the checkpoint was written within an epoch with {name}={value}, and this loader has {now[name]}: "
+                    "its batches would be others. Resume with the same, or from a checkpoint of an epoch's end"
+                )
 
     def _ranks(self) -> tuple[int, int]:
         rank, world_size = self._given_ranks or current_rank()
