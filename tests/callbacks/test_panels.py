@@ -101,7 +101,7 @@ def test_wandb_draws_every_key_over_samples_whatever_lightning_defined_before(
     logger = WandbLogger(save_dir=tmp_path, offline=True)
 
     fit(tmp_path, logger)
-    wandb.teardown()
+    wandb.finish()
 
     (log,) = tmp_path.rglob("*.wandb")
     records = list(wandb_records(log))
