@@ -9,6 +9,7 @@ import lightning as L
 from typing_extensions import override
 
 from odb_libra_lightning.callbacks.loader_access import batch_info
+from odb_libra_lightning.callbacks.totals import Totals
 from odb_libra_lightning.odb.batch_info import BatchInfo
 
 
@@ -21,22 +22,26 @@ class Monitor(L.Callback, ABC):
     """
 
     def __init__(self) -> None:
+        self._interval = Totals()
         self._updates_logged = 0
         self._tokens = 0
 
     @abstractmethod
-    def observe(self, info: BatchInfo) -> None:
-        """Take note of a batch that has been trained on."""
-
-    @abstractmethod
-    def summarize(self, trainer: L.Trainer, updates: int) -> dict[str, float]:
-        """Figures over what was observed since the last call, `updates` optimizer updates; forget it.
+    def summarize(self, trainer: L.Trainer, totals: Totals, last: BatchInfo, updates: int) -> dict[str, float]:
+        """Figures for one interval.
 
         Called on all ranks at the same update, so it may gather.
+
+        Args:
+            trainer: the trainer.
+            totals: sums over the batches of the interval.
+            last: the last of them.
+            updates: optimizer updates in the interval.
         """
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._interval = Totals()
         self._updates_logged = trainer.global_step
 
     @override
@@ -45,10 +50,12 @@ class Monitor(L.Callback, ABC):
     ) -> None:
         info = batch_info(trainer, batch_idx)
         self._tokens += info.global_tokens
-        self.observe(info)
-        interval = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
-        if trainer.global_step // interval > self._updates_logged // interval:
-            values = self.summarize(trainer, trainer.global_step - self._updates_logged)
+        self._interval.add(info)
+        every = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
+        if trainer.global_step // every > self._updates_logged // every:
+            updates = trainer.global_step - self._updates_logged
+            values = self.summarize(trainer, self._interval, info, updates)
+            self._interval = Totals()
             self._updates_logged = trainer.global_step
             values["progress/samples"] = info.epoch * info.samples_total + info.samples_done
             values["progress/tokens"] = self._tokens

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from typing_extensions import override
 
 from odb_libra_lightning.callbacks.loader_access import batch_info, training_loader
-from odb_libra_lightning.odb.padding import padding_ratio
+from odb_libra_lightning.callbacks.totals import Totals
 
 
 class SampleProgressBar(TQDMProgressBar):
@@ -31,15 +31,14 @@ class SampleProgressBar(TQDMProgressBar):
         super().on_train_epoch_start(trainer, *args)
         self.train_progress_bar.total = training_loader(trainer).samples_per_epoch
         self._begin = time.perf_counter()
-        self._tokens = self._padded_tokens = 0
+        self._totals = Totals()
 
     @override
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         info = batch_info(trainer, batch_idx)
-        self._tokens += info.global_tokens
-        self._padded_tokens += info.global_padded_tokens
+        self._totals.add(info)
         bar = self.train_progress_bar
         last = info.samples_done == info.samples_total
         if self.is_enabled and (last or (batch_idx + 1) % self.refresh_rate == 0):
@@ -50,9 +49,9 @@ class SampleProgressBar(TQDMProgressBar):
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        rate = self._tokens / (time.perf_counter() - self._begin)
+        rate = self._totals.tokens / (time.perf_counter() - self._begin)
         return {
             "tokens/s": f"{rate:,.0f}",
-            "padding": f"{padding_ratio(self._tokens, self._padded_tokens):.1%}",
+            "padding": f"{self._totals.padding_ratio:.1%}",
             **metrics,
         }

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
 from odb_libra_lightning.callbacks.loader_access import batch_info
+from odb_libra_lightning.callbacks.totals import Totals
 from odb_libra_lightning.odb.padding import fixed_batch_padded_tokens, padding_ratio
 
 # Lengths that are kept for the comparison with fixed batches.
@@ -29,14 +31,11 @@ class RunSummary(L.Callback):
     first 100,000) at the same mean number of samples a batch.
     """
 
-    def __init__(self) -> None:
-        self._samples = self._tokens = self._padded_tokens = 0
-        self._steps = self._zero_weight_steps = 0
-        self._waited = 0.0
-        self._lengths: list[int] = []
-
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._totals = Totals()
+        self._steps = 0
+        self._lengths: list[int] = []
         self._begin = time.perf_counter()
         self._first_update = trainer.global_step
 
@@ -45,12 +44,8 @@ class RunSummary(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         info = batch_info(trainer, batch_idx)
-        self._samples += info.global_samples
-        self._tokens += info.global_tokens
-        self._padded_tokens += info.global_padded_tokens
+        self._totals.add(info)
         self._steps += 1
-        self._zero_weight_steps += info.idle_ranks
-        self._waited += info.wait_s
         if self._steps == 1:
             self._begin -= info.wait_s  # the trainer draws the first batch before it says that training starts
         self._lengths.extend(info.lengths[: _MOST_LENGTHS - len(self._lengths)])
@@ -59,24 +54,26 @@ class RunSummary(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero or not self._steps:
             return
+        totals = self._totals
         elapsed = time.perf_counter() - self._begin
         updates = trainer.global_step - self._first_update
-        batch_size = max(round(self._samples / (self._steps * trainer.world_size)), 1)
+        batch_size = max(round(totals.samples / (self._steps * trainer.world_size)), 1)
         table = Table(title="Training summary", show_header=False, title_justify="left")
-        table.add_row("samples", f"{self._samples:,}")
-        table.add_row("tokens", f"{self._tokens:,}  ({self._tokens / elapsed:,.0f}/s)")
-        table.add_row("padding ratio", f"{padding_ratio(self._tokens, self._padded_tokens):.1%}")
+        table.add_row("samples", f"{totals.samples:,}")
+        table.add_row("tokens", f"{totals.tokens:,}  ({totals.tokens / elapsed:,.0f}/s)")
+        table.add_row("padding ratio", f"{totals.padding_ratio:.1%}")
         table.add_row(f"padding ratio of fixed batches of {batch_size}", f"{self._fixed_padding_ratio(batch_size):.1%}")
         table.add_row("updates", f"{updates:,}")
-        table.add_row("samples per update", f"{self._samples / max(updates, 1):,.1f}")
-        table.add_row("zero-weight steps", f"{self._zero_weight_steps / (self._steps * trainer.world_size):.2%}")
-        table.add_row("waiting for data", f"{self._waited / elapsed:.1%} of {elapsed:,.0f} s")
+        table.add_row("samples per update", f"{totals.samples / max(updates, 1):,.1f}")
+        table.add_row("zero-weight steps", f"{totals.zero_weight_steps / (self._steps * trainer.world_size):.2%}")
+        table.add_row("waiting for data", f"{totals.waited_s / elapsed:.1%} of {elapsed:,.0f} s")
         console = Console()
         console.print(table)
-        folders = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir]
-        if folders:
-            command = shutil.which("odb-libra") or Path(sys.executable).with_name("odb-libra")
-            console.print(f"Dashboard: {_short(Path(command))} dashboard {_short(folders[0])}", soft_wrap=True)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                command = shutil.which("odb-libra") or Path(sys.executable).with_name("odb-libra")
+                folder = Path(logger.save_dir)
+                console.print(f"Dashboard: {_short(Path(command))} dashboard {_short(folder)}", soft_wrap=True)
 
     def _fixed_padding_ratio(self, batch_size: int) -> float:
         lengths = list(self._lengths)

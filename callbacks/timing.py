@@ -11,6 +11,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from odb_libra_lightning.callbacks.monitor import Monitor
+from odb_libra_lightning.callbacks.totals import Totals
 from odb_libra_lightning.odb.batch_info import BatchInfo
 
 
@@ -21,19 +22,9 @@ class DataWaitMonitor(Monitor):
     is left out, the wait for an epoch's first batch is not.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._waited = self._elapsed = 0.0
-
     @override
-    def observe(self, info: BatchInfo) -> None:
-        self._waited += info.wait_s
-        self._elapsed += info.elapsed_s
-
-    @override
-    def summarize(self, trainer: L.Trainer, updates: int) -> dict[str, float]:
-        times = torch.tensor([self._waited, self._elapsed], dtype=torch.float32)
-        self._waited = self._elapsed = 0.0
+    def summarize(self, trainer: L.Trainer, totals: Totals, last: BatchInfo, updates: int) -> dict[str, float]:
+        times = torch.tensor([totals.waited_s, totals.elapsed_s], dtype=torch.float32)
         waited, elapsed = _gather(trainer, times).sum(dim=0).tolist()
         return {"odb/data_wait_fraction": waited / elapsed if elapsed else 0.0}
 
@@ -65,11 +56,7 @@ class StragglerMonitor(Monitor):
             self._begin = None  # a step with several backward passes is timed to the first
 
     @override
-    def observe(self, info: BatchInfo) -> None:
-        """Nothing: the times are taken around the step."""
-
-    @override
-    def summarize(self, trainer: L.Trainer, updates: int) -> dict[str, float]:
+    def summarize(self, trainer: L.Trainer, totals: Totals, last: BatchInfo, updates: int) -> dict[str, float]:
         times = torch.tensor([begin.seconds_to(end) for begin, end in self._spans], dtype=torch.float32)
         self._spans.clear()
         if not len(times):

@@ -21,6 +21,7 @@ from odb_libra_lightning.callbacks import (
     monitoring,
 )
 from odb_libra_lightning.callbacks.loader_access import batch_info
+from odb_libra_lightning.callbacks.totals import Totals
 from tests.launch import run_ranks
 from tests.modules import BigramModel, quiet_trainer
 from tests.samples import Documents, pad
@@ -133,14 +134,14 @@ def test_consumed_tokens_survive_a_checkpoint() -> None:
 
 def test_the_wait_is_a_share_of_the_loader_s_own_times() -> None:
     loader = ODBLoader(Documents(30), pad, l_max=500, num_workers=0)
-    monitor, infos = DataWaitMonitor(), []
+    totals, infos = Totals(), []
     for _ in loader:
         infos.append(loader.info)
-        monitor.observe(loader.info)
+        totals.add(loader.info)
     assert infos[0].elapsed_s == infos[0].wait_s > 0
     assert all(info.elapsed_s >= info.wait_s for info in infos)
     waited, elapsed = sum(i.wait_s for i in infos), sum(i.elapsed_s for i in infos)
-    values = monitor.summarize(quiet_trainer(devices=1), updates=len(infos))
+    values = DataWaitMonitor().summarize(quiet_trainer(devices=1), totals, infos[-1], updates=len(infos))
     assert values == {"odb/data_wait_fraction": pytest.approx(waited / elapsed, rel=1e-5)}
 
 
