@@ -36,6 +36,7 @@ class RunSummary(L.Callback):
         self._totals = Totals()
         self._steps = 0
         self._lengths: list[int] = []
+        self._dropped: dict[int, int] = {}  # by epoch
         self._begin = time.perf_counter()
         self._first_update = trainer.global_step
 
@@ -48,6 +49,7 @@ class RunSummary(L.Callback):
         self._steps += 1
         if self._steps == 1:
             self._begin -= info.wait_s  # the trainer draws the first batch before it says that training starts
+        self._dropped[info.epoch] = info.samples_dropped
         self._lengths.extend(info.lengths[: _MOST_LENGTHS - len(self._lengths)])
 
     @override
@@ -60,6 +62,8 @@ class RunSummary(L.Callback):
         batch_size = max(round(totals.samples / (self._steps * trainer.world_size)), 1)
         table = Table(title="Training summary", show_header=False, title_justify="left")
         table.add_row("samples", f"{totals.samples:,}")
+        if dropped := sum(self._dropped.values()):
+            table.add_row("samples dropped", f"{dropped:,}")
         table.add_row("tokens", f"{totals.tokens:,}  ({totals.tokens / elapsed:,.0f}/s)")
         table.add_row("padding ratio", f"{totals.padding_ratio:.1%}")
         table.add_row(f"padding ratio of fixed batches of {batch_size}", f"{self._fixed_padding_ratio(batch_size):.1%}")

@@ -27,6 +27,7 @@ class BatchInfo:
         global_loss_tokens: loss-bearing tokens over all ranks.
         idle_ranks: ranks that take a zero-weight step for want of data.
         samples_done: samples of this epoch that are trained on or dropped once this step is done, all ranks.
+        samples_dropped: samples among them that a policy dropped.
         samples_total: samples that the epoch draws, all ranks.
         exchange_s: seconds spent in exchanges with other ranks so far in this epoch.
         exchange_bytes: bytes that this rank received in them so far.
@@ -50,6 +51,7 @@ class BatchInfo:
     global_loss_tokens: int
     idle_ranks: int
     samples_done: int
+    samples_dropped: int
     samples_total: int
     exchange_s: float = 0.0
     exchange_bytes: int = 0

@@ -136,8 +136,9 @@ class RankEpoch:
         self._collate_fn = collate_fn
         self._protocol = RankProtocol(l_max=config.l_max, seed=config.seed, epoch=epoch)
         self._failure: str | None = None
-        self._dropped = 0
-        self._samples_done = 0
+        self._dropped = 0  # on this rank, since the last exchange
+        self._samples_dropped = 0  # on all ranks
+        self._samples_trained = 0  # on all ranks
         self._stand_in = _StandIn(None, 0)
         self._window: list[_Pending] = []
         self._released = 0
@@ -250,14 +251,14 @@ class RankEpoch:
             ],
             failure=self._failure,
         )
-        self._samples_done += int(everyone[:, 0].sum())
+        self._samples_dropped += int(everyone[:, 0].sum())
         self._dropped = 0
         yield from self._share_stand_in(qualities=everyone[:, 1], wanting=everyone[:, 2])
         by_step = everyone[:, 3:].reshape(self._world_size, len(steps), 4)
         for i, step in enumerate(steps):
             payload = self._stand_in.payload if lacking[i] else step.payload
             assert payload is not None, "a round has steps only where some rank has a batch"
-            self._samples_done += int(by_step[:, i, 0].sum())
+            self._samples_trained += int(by_step[:, i, 0].sum())
             self._window.append(self._pending(round_number, step, payload, by_step[:, i]))
             if len(self._window) == self._accumulation:
                 yield from self._close_window()
@@ -281,7 +282,8 @@ class RankEpoch:
             global_padded_tokens=padded_tokens,
             global_loss_tokens=loss_tokens,
             idle_ranks=int((by_rank[:, 0] == 0).sum()),
-            samples_done=self._samples_done,
+            samples_done=self._samples_trained + self._samples_dropped,
+            samples_dropped=self._samples_dropped,
             samples_total=self._world_size * views_per_rank(self._num_samples, self._world_size),
         )
         by_tokens = self._config.loss_scaling == "token"

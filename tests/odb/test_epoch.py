@@ -172,6 +172,7 @@ def test_a_rank_whose_samples_are_all_dropped_keeps_step_on_a_peer_s_batch(pacin
     assert trained(ranks) == Counter(range(6))
     assert len(ranks[0]) == len(ranks[1]) > 0
     assert ranks[0][-1].info.samples_done == 12, "dropped samples count as done"
+    assert ranks[0][-1].info.samples_dropped == 6
     assert all(from_bytes(step.payload) for step in ranks[1])
 
 
@@ -195,6 +196,7 @@ def test_empty_samples_can_be_dropped_and_are_counted() -> None:
     ranks = simulate(dataset([5, 0, 5, 0, 0, 5]), world_size=2, l_max=10, empty="drop", buffer_size=1)
     assert trained(ranks) == Counter([0, 2, 5])
     assert ranks[0][-1].info.samples_done == 6
+    assert ranks[0][-1].info.samples_dropped == 3
 
 
 @pytest.mark.parametrize("lengths", [[500] * 6, [500, 5, 5, 5, 5, 5], [5, 5, 5, 5, 5, 500]])
