@@ -23,6 +23,7 @@ class ZeroWeightSteps(L.Callback):
 
     def __init__(self) -> None:
         self._info: BatchInfo | None = None
+        self._zeroed: list[Any] = []  # handles of the hooks on parameters in a step of weight 0
 
     @override
     def on_train_batch_start(
@@ -42,12 +43,20 @@ class ZeroWeightSteps(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         training_loader(trainer).mark_trained(batch_idx)
+        while self._zeroed:
+            self._zeroed.pop().remove()
 
     @override
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
-        if self._info is not None and loss.requires_grad:
-            weight = self._info.loss_weight
-            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+        if self._info is None or not loss.requires_grad:
+            return
+        weight = self._info.loss_weight
+        loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+        if weight == 0.0:
+            # The mean over no label at all is 0/0, and 0 times its gradient is not 0.
+            for parameter in pl_module.parameters():
+                if parameter.requires_grad:
+                    self._zeroed.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
 
 
 class TokenLossScaling(ZeroWeightSteps):

@@ -24,7 +24,7 @@ class Monitor(L.Callback, ABC):
     def __init__(self) -> None:
         self._interval = Totals()
         self._updates_logged = 0
-        self._tokens = 0
+        self._consumed = {"samples": 0, "tokens": 0}
 
     @abstractmethod
     def summarize(self, trainer: L.Trainer, totals: Totals, last: BatchInfo, updates: int) -> dict[str, float]:
@@ -49,7 +49,8 @@ class Monitor(L.Callback, ABC):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         info = batch_info(trainer, batch_idx)
-        self._tokens += info.global_tokens
+        self._consumed["samples"] += info.global_samples
+        self._consumed["tokens"] += info.global_tokens
         self._interval.add(info)
         every = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
         if trainer.global_step // every > self._updates_logged // every:
@@ -57,14 +58,13 @@ class Monitor(L.Callback, ABC):
             values = self.summarize(trainer, self._interval, info, updates)
             self._interval = Totals()
             self._updates_logged = trainer.global_step
-            values["progress/samples"] = info.epoch * info.samples_total + info.samples_done
-            values["progress/tokens"] = self._tokens
+            values.update({f"progress/{unit}": float(number) for unit, number in self._consumed.items()})
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens": self._tokens}
+        return dict(self._consumed)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._tokens = state_dict["tokens"]
+        self._consumed = dict(state_dict)

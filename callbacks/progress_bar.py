@@ -20,6 +20,11 @@ class SampleProgressBar(TQDMProgressBar):
     Shows samples done of the epoch's total, time left, samples/s, tokens/s and the padding ratio of the epoch.
     """
 
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__(refresh_rate, process_position, leave)
+        self._begin = time.perf_counter()
+        self._totals = Totals()
+
     @override
     def init_train_tqdm(self) -> Tqdm:
         bar = super().init_train_tqdm()

@@ -16,6 +16,7 @@ def destroy_gloo_at_exit() -> None:
     the finalizer beside it.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
+        atexit.unregister(_destroy)  # once is enough
         atexit.register(_destroy)
         util.Finalize(None, _destroy, exitpriority=10)
 

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from odb_libra_lightning.cli.loggers import finish_loggers
 from odb_libra_lightning.cli.recipe import RecipeError, compose_recipe, one_line, recipe_yaml, resolve_recipe
-from odb_libra_lightning.odb.errors import ODBError, SampleError
+from odb_libra_lightning.odb.errors import ODBError
 
 _RUN_DIR_VARIABLE = "ODB_LIBRA_RUN_DIR"
 _GRACE_S = 5.0
@@ -138,8 +138,6 @@ def _fit(experiment: Experiment, *, debug: bool) -> int:
         trainer.fit(experiment.module, datamodule=experiment.data, ckpt_path=experiment.resume)
         exit_code = 0
     except ODBError as error:
-        if debug and isinstance(error, SampleError):
-            print(error.traceback, file=sys.stderr)
         _report(error, debug=debug)
         if trainer.strategy.launcher is not None:
             # The processes that Lightning started wait in `_report`; they have nothing to add.

@@ -7,14 +7,15 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from typing_extensions import override
 
 from odb_libra_lightning.callbacks.loss_scaling import TokenLossScaling, ZeroWeightSteps
-from odb_libra_lightning.data.evaluation import share_out
+from odb_libra_lightning.data.evaluation import draws_whole, share_out
 from odb_libra_lightning.odb.config import LoaderConfig, takes_settings
 from odb_libra_lightning.odb.loader import ODBLoader
 from odb_libra_lightning.strategies.gloo_exit import destroy_gloo_at_exit
@@ -124,17 +125,20 @@ class ODBDataModule(L.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return ODBLoader(dataset, collate_fn, **settings)
+        if self._loader is not None:
+            self._loader.close()
         rank, world_size = _data_parallel_rank(trainer)
         self._loader = ODBLoader(
             dataset,
             collate_fn,
             rank=rank,
             world_size=world_size,
-            accumulation=lambda: int(trainer.accumulate_grad_batches),
+            accumulation=partial(_accumulation, trainer),
             **settings,
         )
         # Not `current_epoch`, which lags behind when training goes on from the end of an epoch.
         self._loader.set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+        self._loader.mark_trained(-1)  # the loss weighting's callback goes on from here
         _weigh_losses(trainer, self._loader.config)
         destroy_gloo_at_exit()
         return self._loader
@@ -204,10 +208,15 @@ class _WrappedDataModule(ODBDataModule):
     @override
     def train_dataloader(self) -> ODBLoader:
         loader = self._inner.train_dataloader()
-        if not isinstance(loader, DataLoader):
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise ValueError(
-                f"{type(self._inner).__name__}.train_dataloader() returns a {type(loader).__name__}; "
-                "wrap() needs one DataLoader over a map-style dataset"
+                f"{type(self._inner).__name__}.train_dataloader() returns a {type(loader).__name__}, and wrap() needs "
+                "one DataLoader over a map-style dataset"
+            )
+        if loader.batch_sampler is None and self._collate_fn is None:
+            raise ValueError(
+                f"{type(self._inner).__name__}.train_dataloader() does not batch (batch_size=None): pass wrap() a "
+                "collate_fn that makes a batch of a list of samples"
             )
         collate_fn = self._collate_fn or loader.collate_fn
         return self._open(loader.dataset, collate_fn, {**_settings_of(loader, self._settings), **self._settings})
@@ -234,13 +243,11 @@ def _settings_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, An
         settings["worker_init_fn"] = loader.worker_init_fn
         if loader.multiprocessing_context is not None:
             settings["start_method"] = loader.multiprocessing_context.get_start_method()
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    sampler = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler or loader.sampler
     if isinstance(sampler, DistributedSampler):
         settings.update(shuffle=sampler.shuffle, seed=sampler.seed)
-    elif isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
-        settings["shuffle"] = True
-    elif type(sampler) is SequentialSampler:
-        settings["shuffle"] = False
+    elif draws_whole(loader):
+        settings["shuffle"] = type(sampler) is RandomSampler
     elif "shuffle" not in given:
         raise ValueError(
             f"the training DataLoader draws its samples through a {type(sampler).__name__}, which online batching "
@@ -260,10 +267,21 @@ def _data_parallel_rank(trainer: L.Trainer) -> tuple[int, int]:
     return int(ranks["rank"]), int(ranks["num_replicas"])
 
 
+def _accumulation(trainer: L.Trainer) -> int:
+    """Micro-batches of an accumulation window in the epoch that begins.
+
+    The trainer draws the first batch of training before its scheduler, if it has one, sets the number.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            return int(callback.get_accumulate_grad_batches(trainer.fit_loop.epoch_progress.current.processed))  # type: ignore[attr-defined]
+    return int(trainer.accumulate_grad_batches)
+
+
 def _weigh_losses(trainer: L.Trainer, config: LoaderConfig) -> None:
     """Add the callback that applies the loss weights, unless the trainer has one."""
     needed = ZeroWeightSteps if config.loss_scaling == "none" else TokenLossScaling
-    if not any(isinstance(callback, needed) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    if not any(isinstance(callback, ZeroWeightSteps) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         trainer.callbacks.insert(0, needed())  # type: ignore[attr-defined]
         rank_zero_info(
             f"ODBDataModule adds the callback {needed.__name__}: losses are weighted by {config.loss_scaling}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 
 def evaluation_batches(num_samples: int, *, rank: int, world_size: int, batch_size: int) -> list[list[int]]:
@@ -78,14 +78,22 @@ class EvaluationLoader:
         return len(self._loader)
 
 
+def draws_whole(loader: DataLoader[Any]) -> bool:
+    """Whether a DataLoader's own sampler draws each sample of its dataset once, in order or at random."""
+    if type(loader.batch_sampler) not in (BatchSampler, type(None)) or isinstance(loader.dataset, IterableDataset):
+        return False
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
+
+
 def share_out(loader: Any, *, rank: int, world_size: int) -> Any:
     """An evaluation loader for one rank: the loader itself where it is sharded already or cannot be.
 
     A DataLoader over a map-style dataset that draws it whole, in order or at random, is shared out; a loader with
     a sampler of its own, over an iterable dataset, or of another kind is the user's affair, or the trainer's.
     """
-    if world_size == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None:
-        return loader
-    if type(loader.sampler) not in (SequentialSampler, RandomSampler):
+    if world_size == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None or not draws_whole(loader):
         return loader
     return EvaluationLoader(loader, rank=rank, world_size=world_size)

@@ -13,11 +13,12 @@ class BatchInfo:
         epoch: number of the epoch, from 0.
         batch_idx: number of the step within the epoch, from 0; the same on every rank.
         round: grouping round that formed the batch, from 0.
-        indices: dataset indices of the samples that this rank trains on in the step; empty in a zero-weight
-            step, in which the batch is a stand-in.
+        indices: dataset indices of this rank's samples in the step; empty where it has no data left. They are not
+            those in the batch where none of their labels bears loss, and in a step without data: the batch is then a
+            stand-in, and `loss_weight` is 0.
         lengths: their realized lengths, tokens.
         padded_tokens: samples times longest sample.
-        loss_tokens: labels of the batch that bear loss; samples or 0 under other loss scalings.
+        loss_tokens: labels of this rank's samples that bear loss, under every loss scaling.
         loss_weight: factor for the local mean loss; exactly 0 in a zero-weight step.
         accumulation: micro-batches of a full accumulation window, which the weight assumes.
         window_loss_tokens: loss-bearing tokens of the batch's accumulation window, over all ranks.

@@ -13,6 +13,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import connection, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -22,11 +23,13 @@ import torch
 
 from odb_libra_lightning.odb.epoch import Step
 from odb_libra_lightning.odb.errors import ODBError, PeerLostError
-from odb_libra_lightning.odb.lifetime import obey_parent_alone
+from odb_libra_lightning.odb.lifetime import end_with_parent, no_garbage_collection, obey_parent_alone
 from odb_libra_lightning.odb.rank_data import RankData, RankJob
 
 # How long a process that was asked to end may take.
 _GRACE_S = 5.0
+# How long a collate process waits for room before it tells the other ranks that it is still there.
+_PATIENCE_S = 30.0
 
 
 class CollateProcess:
@@ -42,8 +45,12 @@ class CollateProcess:
         self._timeout = job.config.timeout
         self._connection, theirs = context.Pipe(duplex=True)
         # Not daemonic, since it has children of its own: the data workers.
-        self._process = context.Process(target=_main, args=(job, theirs), name=f"odb-collate-{job.rank}")
-        self._process.start()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._process = context.Process(
+            target=_main, args=(job, theirs, in_main_thread), name=f"odb-collate-{job.rank}"
+        )
+        with no_garbage_collection():
+            self._process.start()
         theirs.close()
         # Before the interpreter joins non-daemonic children at exit (priority 0), which would wait forever.
         self._finalize = util.Finalize(self, _end, args=(self._process,), exitpriority=10)
@@ -65,6 +72,8 @@ class CollateProcess:
                 return
             if kind == "failure":
                 raise ODBError(content)
+            if kind == "peer lost":
+                raise PeerLostError(content)
             yield Step(content, self._receive())
 
     def close(self) -> None:
@@ -79,7 +88,8 @@ class CollateProcess:
         self._connection.close()
 
     def _receive(self) -> bytes:
-        ready = connection.wait([self._connection, self._process.sentinel], self._timeout)
+        # A little longer than the collate process waits for other ranks: its own error says more.
+        ready = connection.wait([self._connection, self._process.sentinel], self._timeout + _GRACE_S)
         if not ready:
             raise PeerLostError(
                 f"rank {self._rank}: no batch within {self._timeout:g} s. Its own dataset, or another rank's, "
@@ -107,18 +117,23 @@ def _end(process: BaseProcess) -> None:
             process.join(_GRACE_S)
 
 
-def _main(job: RankJob, pipe: Connection) -> None:
+def _main(job: RankJob, pipe: Connection, parent_is_main_thread: bool) -> None:
     obey_parent_alone()
+    end_with_parent(parent_is_main_thread=parent_is_main_thread)
     torch.set_num_threads(1)
     outbox = _Outbox(pipe, job.config.prefetch_batches)
+    # Well within the time that other ranks wait for this one's answer.
+    has_room = partial(outbox.has_room, min(job.config.timeout / 4, _PATIENCE_S))
     try:
         data = RankData(job)
         while (request := pipe.recv()) is not None:
-            for step in data.steps(*request):
+            for step in data.steps(*request, has_room=has_room):
                 outbox.put(pickle.dumps(("step", step.info)), step.payload)
             outbox.put(pickle.dumps(("end", None)))
     except EOFError:
         pass  # the training process is gone
+    except PeerLostError as error:
+        outbox.put(pickle.dumps(("peer lost", str(error))))
     except ODBError as error:
         outbox.put(pickle.dumps(("failure", str(error))))
     except Exception:
@@ -128,15 +143,25 @@ def _main(job: RankJob, pipe: Connection) -> None:
 
 
 class _Outbox:
-    """Finished frames on their way to the training process; `put` waits while it is full."""
+    """Finished frames on their way to the training process; `put` never waits, `has_room` does."""
 
     def __init__(self, pipe: Connection, size: int) -> None:
         self._pipe = pipe
-        self._frames: queue.Queue[tuple[bytes, ...] | None] = queue.Queue(size)
+        self._size = size
+        self._steps = 0  # put and not sent
+        self._sent = threading.Condition()
+        self._frames: queue.SimpleQueue[tuple[bytes, ...] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, daemon=True)
         self._thread.start()
 
+    def has_room(self, patience: float) -> bool:
+        """Whether fewer steps than `size` wait to be sent, at the latest after `patience` seconds."""
+        with self._sent:
+            return self._sent.wait_for(lambda: self._steps < self._size, patience)
+
     def put(self, *frames: bytes) -> None:
+        with self._sent:
+            self._steps += 1
         self._frames.put(frames)
 
     def close(self) -> None:
@@ -151,3 +176,6 @@ class _Outbox:
                     self._pipe.send_bytes(frame)
             except OSError:
                 os._exit(1)  # the training process is gone, and nobody is left to tell
+            with self._sent:
+                self._steps -= 1
+                self._sent.notify()

@@ -7,6 +7,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_type_hints
 
 LossScaling = Literal["token", "sample", "none"]
@@ -15,13 +16,26 @@ EmptyPolicy = Literal["drop", "error"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_CHOICES = {
+CHOICES: dict[str, tuple[Any, ...]] = {
     "loss_scaling": ("token", "sample", "none"),
     "oversize": ("keep", "drop", "error"),
     "empty": ("error", "drop"),
     "start_method": (None, "fork", "forkserver", "spawn"),
 }
-_AT_LEAST = {"l_max": 1, "buffer_size": 1, "num_workers": 0, "prefetch_batches": 1, "timeout": 0.001}
+_AT_LEAST = {
+    "l_max": 1,
+    "buffer_size": 1,
+    "num_workers": 0,
+    "prefetch_factor": 1,
+    "prefetch_batches": 1,
+    "seed": 0,
+    "timeout": 0.001,
+}
+_SWITCHES = ("shuffle", "pacing", "causal_shift", "pin_memory", "persistent_workers")
+_BATCH_SETTINGS = (
+    *("l_max", "buffer_size", "seed", "shuffle", "pacing", "oversize", "empty"),
+    *("loss_scaling", "causal_shift", "ignore_index"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +98,23 @@ class LoaderConfig:
         Raises:
             ValueError: naming the setting, its value and what would fit.
         """
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
-            wrong_type = isinstance(value, bool) or not isinstance(value, (int, float) if name == "timeout" else int)
-            if wrong_type or value < least:
-                kind = "number" if name == "timeout" else "whole number"
+            if value is None and name == "prefetch_factor":
+                continue
+            number, kind = (Real, "number") if name == "timeout" else (Integral, "whole number")
+            if isinstance(value, bool) or not isinstance(value, number) or not least <= float(value) < 2**63:
                 raise ValueError(f"{name} must be a {kind} of at least {least}, got {value!r}")
-        if self.prefetch_factor is not None and self.prefetch_factor < 1:
-            raise ValueError(f"prefetch_factor must be at least 1 sample or None, got {self.prefetch_factor!r}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    def batch_settings(self) -> dict[str, Any]:
+        """What the batches and weights of an epoch depend on: the same on every rank, and after a resume."""
+        return {name: getattr(self, name) for name in _BATCH_SETTINGS}
 
     @classmethod
     def from_keywords(cls, **settings: Any) -> LoaderConfig:

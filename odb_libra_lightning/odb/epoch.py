@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from odb_libra_lightning.odb.batch_info import BatchInfo
-from odb_libra_lightning.odb.config import LoaderConfig
+from odb_libra_lightning.odb.config import CHOICES, LoaderConfig
 from odb_libra_lightning.odb.errors import ODBError, SampleError
-from odb_libra_lightning.odb.exchange import Exchange, Gather, Message, gather, gather_bytes
+from odb_libra_lightning.odb.exchange import Exchange, Gather, Message, Room, gather, gather_bytes
 from odb_libra_lightning.odb.labels import count_loss_tokens
 from odb_libra_lightning.odb.loss_weight import window_loss_weights
 from odb_libra_lightning.odb.pacing import views_due
@@ -39,7 +39,7 @@ class Step:
     payload: bytes
 
 
-EpochEvents: TypeAlias = Generator[Gather | Step, Message, T]
+EpochEvents: TypeAlias = Generator[Gather | Room | Step, Any, T]
 
 
 class Source(Protocol):
@@ -169,18 +169,19 @@ class RankEpoch:
         yield from self._close_window()
 
     def _agree_on_settings(self) -> Exchange[None]:
-        mine = {
+        mine: dict[str, Any] = {
             "world_size": self._world_size,
             "epoch": self._epoch,
             "accumulation": self._accumulation,
             "the number of samples": self._num_samples,
-            "l_max": self._config.l_max,
-            "seed": self._config.seed,
         }
-        everyone = yield from gather(list(mine.values()))
+        mine.update(self._config.batch_settings())
+        numbers = [CHOICES[name].index(value) if name in CHOICES else value for name, value in mine.items()]
+        everyone = yield from gather(numbers)
         for name, values in zip(mine, everyone.T.tolist(), strict=True):
             if len(set(values)) > 1:
-                raise ODBError(f"{name} must be the same on every rank, got {values} (by rank)")
+                shown = [CHOICES[name][value] for value in values] if name in CHOICES else values
+                raise ODBError(f"{name} must be the same on every rank, got {shown} (by rank)")
 
     def _attempt(self, action: Callable[..., T], *args: Any) -> T | None:
         """Do this rank's own work; a failure is kept for the next exchange, where all ranks learn of it."""
@@ -224,9 +225,12 @@ class RankEpoch:
     def _count_loss_tokens(self, batch: Any, group: list[Sample]) -> int:
         config = self._config
         if config.loss_tokens is not None:
-            return int(config.loss_tokens(batch))
-        count = count_loss_tokens(batch, causal_shift=config.causal_shift, ignore_index=config.ignore_index)
-        if count is None:
+            count = int(config.loss_tokens(batch))
+            if count < 0:
+                raise ValueError(f"loss_tokens returned {count} for a batch; it counts tokens, so 0 or more")
+            return count
+        labels = count_loss_tokens(batch, causal_shift=config.causal_shift, ignore_index=config.ignore_index)
+        if labels is None:
             if config.loss_scaling == "token":
                 warnings.warn(
                     f"no labels found in a batch of type {type(batch).__name__}: the loss is weighted by realized "
@@ -234,7 +238,7 @@ class RankEpoch:
                     stacklevel=2,
                 )
             return sum(sample.length for sample in group)
-        return count
+        return labels
 
     def _release(self, round_number: int, groups: list[list[Sample]]) -> EpochEvents[None]:
         """Collate a few steps, exchange what ranks must know of each other's, and let them go."""

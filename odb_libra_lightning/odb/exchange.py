@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,25 @@ _MAX_TEXT = 32_768
 
 
 @dataclass(frozen=True)
+class Room:
+    """A question: is there room for more finished steps? Answered by a bool, within a fraction of the timeout."""
+
+
+@dataclass(frozen=True)
 class Gather:
     """One all_gather: `message` is int64 `[k]`, with the same `k` on every rank; the answer is `[W, k]`."""
 
     message: Message
 
 
-Exchange: TypeAlias = Generator[Gather, Message, T]
+Exchange: TypeAlias = Generator[Gather | Room, Any, T]
 
 
 def gather(values: Sequence[int], *, failure: str | None = None) -> Exchange[Message]:
-    """Exchange integers, unless some rank has failed.
+    """Exchange integers, unless some rank has failed, once every rank has room for what follows.
+
+    A rank without room says so instead of keeping the others waiting, and all ask again. So ranks hear of one another
+    however long training pauses, and silence means that something hangs.
 
     Args:
         values: `[k]` integers, the same `k` on every rank, whether it failed or not.
@@ -46,18 +54,22 @@ def gather(values: Sequence[int], *, failure: str | None = None) -> Exchange[Mes
         ODBError: on every rank, with the text of the lowest rank that failed. Whether a second exchange
             fetches that text is read off what all ranks gathered, so all of them make it or none does.
     """
-    gathered = yield Gather(np.array([failure is not None, *values], np.int64))
-    failed = np.flatnonzero(gathered[:, 0])
-    if len(failed):
-        texts = yield from gather_bytes((failure or "").encode()[:_MAX_TEXT])
-        raise ODBError(texts[int(failed[0])].decode(errors="replace"))
-    return gathered[:, 1:]
+    full = True
+    while full:
+        has_room = failure is not None or (yield Room())
+        gathered: Message = yield Gather(np.array([failure is not None, not has_room, *values], np.int64))
+        failed = np.flatnonzero(gathered[:, 0])
+        if len(failed):
+            texts = yield from gather_bytes((failure or "").encode()[:_MAX_TEXT])
+            raise ODBError(texts[int(failed[0])].decode(errors="replace"))
+        full = bool(gathered[:, 1].any())
+    return gathered[:, 2:]
 
 
 def gather_bytes(payload: bytes) -> Exchange[list[bytes]]:
     """Exchange bytes of any length, which need not be equal: two all_gathers."""
-    sizes = (yield Gather(np.array([len(payload)], np.int64)))[:, 0]
+    sizes: Message = (yield Gather(np.array([len(payload)], np.int64)))[:, 0]
     words = -(-int(sizes.max()) // 8)
-    padded = np.frombuffer(payload.ljust(words * 8, b"\0"), np.int64)
-    gathered = yield Gather(padded)
+    padded = np.frombuffer(bytearray(payload.ljust(words * 8, b"\0")), np.int64)
+    gathered: Message = yield Gather(padded)
     return [gathered[rank].tobytes()[: int(size)] for rank, size in enumerate(sizes)]

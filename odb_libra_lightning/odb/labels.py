@@ -56,6 +56,4 @@ def _fields(node: Any) -> Mapping[Any, Any]:
         return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return dict(zip(node._fields, node, strict=True))
-    if hasattr(node, "labels") or hasattr(node, "shift_labels"):
-        return dict(vars(node))
-    return {}
+    return {name: getattr(node, name) for name in ("labels", "shift_labels") if hasattr(node, name)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,7 +26,6 @@ from odb_libra_lightning.odb.wire import from_bytes
 # Batches whose facts are kept: a trainer looks a batch or two ahead of the one that it trains on.
 _RECENT = 16
 _END = object()
-_BATCH_SETTINGS = ("l_max", "buffer_size", "seed", "shuffle", "pacing", "oversize", "empty")
 
 
 class ODBLoader:
@@ -84,10 +84,12 @@ class ODBLoader:
         self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
         check_shard(len(dataset), rank=rank or 0, world_size=world_size or 1)
         self._accumulation = accumulation
-        self._epoch = 0  # of the next pass
-        self._skip = 0  # batches of the next pass that were trained on before a checkpoint
-        self._position = (-1, 0, True)  # epoch of the last pass, batches given out in it, whether it has ended
-        self._marked: int | None = None  # batches of it trained on, where someone says so
+        if not callable(accumulation):
+            self._checked_accumulation()
+        self._next = (0, 0)  # epoch of the next pass, and batches of it that a checkpoint says are trained on
+        self._last: tuple[int, int, bool] | None = None  # the last pass: epoch, batches given out, whether it ended
+        self._marks = False  # whether someone says which batches have been trained on
+        self._marked = 0  # how many of the last pass have
         self._resumed_settings: dict[str, Any] = {}
         self._recent: deque[BatchInfo] = deque(maxlen=_RECENT)
         self._control: ControlStore | None = None
@@ -124,24 +126,26 @@ class ODBLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Number of the next epoch; without this call each pass over the loader is the one after the last."""
-        self._epoch = epoch
+        self._next = (epoch, self._next[1] if epoch == self._next[0] else 0)
 
     def mark_trained(self, batch_idx: int) -> None:
         """Tell the loader that a batch has been trained on, for `state_dict`.
 
-        A trainer draws batches ahead of the one it trains on. In a plain loop nobody need call this: a batch counts
-        as trained on once the next is drawn or the state is asked for.
+        A trainer draws batches ahead of the one it trains on, and says -1 before it draws any. In a plain loop nobody
+        need call this: a batch given out counts as trained on.
         """
+        self._marks = True
         self._marked = batch_idx + 1
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: the epoch and the number of its batches trained on, and what batches depend on."""
-        epoch, given, ended = self._position
-        trained = given if self._marked is None else self._marked
-        position = (
-            {"epoch": epoch + 1, "batches": 0} if ended and trained == given else {"epoch": epoch, "batches": trained}
-        )
-        return {**position, "settings": self._batch_settings()}
+        epoch, batches = self._next
+        if self._last is not None:
+            epoch, given, ended = self._last
+            batches = self._marked if self._marks else given
+            if ended and batches == given:
+                epoch, batches = epoch + 1, 0
+        return {"epoch": epoch, "batches": batches, "settings": self._batch_settings()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the next pass go on where a checkpoint was written: same batches, the trained ones left out.
@@ -149,8 +153,8 @@ class ODBLoader:
         The rest of the epoch is formed anew from its beginning, so this takes as long as the loader alone takes to get
         there.
         """
-        self._epoch = state_dict["epoch"]
-        self._skip = state_dict["batches"]
+        self._next = (state_dict["epoch"], state_dict["batches"])
+        self._last = None
         self._resumed_settings = state_dict["settings"]
 
     @property
@@ -161,30 +165,46 @@ class ODBLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of one epoch. Nothing starts before the first is asked for."""
-        self._close_unless(idle=True)
-        producer = self._producer = self._producer or self._start()
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        skip, self._skip = self._skip, 0
+        epoch, skip = self._next
         if skip:
             self._check_resumed_settings()
+        self._close_unless(idle=True)
+        producer = self._producer = self._producer or self._start()
         steps = producer.steps(epoch, self._batch_settings()["accumulation"])
+        self._next = (epoch + 1, 0)
+        self._marked = skip
         self._recent.clear()
-        self._marked = None
         self._busy = True
         try:
             given = sum(1 for _ in itertools.islice(steps, skip))
+            if given < skip:
+                raise ValueError(
+                    f"the checkpoint was written after batch {skip} of epoch {epoch}, which now has {given}: "
+                    "is the dataset still the same?"
+                )
+            self._last = (epoch, given, False)
             while (batch := self._next_batch(steps)) is not _END:
                 given += 1
-                self._position = (epoch, given, False)
+                self._last = (epoch, given, False)
                 yield batch
-            self._position = (epoch, given, True)
+            self._last = (epoch, given, True)
             self._busy = False
+            if given == 0:
+                warnings.warn(
+                    f"epoch {epoch} has no batch: every sample was dropped (l_max={self.config.l_max}, "
+                    f"oversize={self.config.oversize!r}, empty={self.config.empty!r})",
+                    stacklevel=2,
+                )
         finally:
             if self._producer is producer:
                 self._close_unless(idle=self.config.persistent_workers)
 
     def close(self) -> None:
-        """End the collate process, if one runs; the next pass starts another."""
+        """End the collate process, if one runs, and this rank's part in the control store."""
+        self._stop()
+        self._control = None
+
+    def _stop(self) -> None:
         producer, self._producer = self._producer, None
         self._busy = False
         if isinstance(producer, CollateProcess):
@@ -193,7 +213,7 @@ class ODBLoader:
     def _close_unless(self, *, idle: bool) -> None:
         """Keep the collate process only if it has ended its epoch and is allowed to wait for the next."""
         if self._busy or not idle:
-            self.close()
+            self._stop()
 
     def _next_batch(self, steps: Iterator[Step]) -> Any:
         begin = time.perf_counter()
@@ -204,7 +224,7 @@ class ODBLoader:
         if self.config.pin_memory and torch.cuda.is_available():
             batch = pin_memory(batch)  # type: ignore[no-untyped-call]
         now = time.perf_counter()
-        since = self._given_at if step.info.batch_idx else begin
+        since = self._given_at if self._recent else begin
         self._recent.append(replace(step.info, wait_s=now - begin, elapsed_s=now - since))
         self._given_at = now
         return batch
@@ -228,9 +248,15 @@ class ODBLoader:
         return {
             "samples": len(self.dataset),
             "world_size": self._ranks()[1],
-            "accumulation": self._accumulation() if callable(self._accumulation) else self._accumulation,
-            **{name: getattr(self.config, name) for name in _BATCH_SETTINGS},
+            "accumulation": self._checked_accumulation(),
+            **self.config.batch_settings(),
         }
+
+    def _checked_accumulation(self) -> int:
+        accumulation = self._accumulation() if callable(self._accumulation) else self._accumulation
+        if accumulation < 1:
+            raise ValueError(f"accumulation must be at least 1 micro-batch, got {accumulation}")
+        return accumulation
 
     def _check_resumed_settings(self) -> None:
         now = self._batch_settings()

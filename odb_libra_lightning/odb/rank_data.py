@@ -42,8 +42,13 @@ class RankData:
         self._transport: Transport = job.control.join() if job.control else LocalTransport()
         self._source = SampleSource(job.dataset, job.config, rank=job.rank, world_size=job.world_size)
 
-    def steps(self, epoch: int, accumulation: int) -> Iterator[Step]:
+    def steps(self, epoch: int, accumulation: int, *, has_room: Callable[[], bool] = lambda: True) -> Iterator[Step]:
         """Steps of one epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            accumulation: micro-batches of a full accumulation window.
+            has_room: whether there is room for more steps; may wait a while for it.
 
         Raises:
             ODBError: the same on every rank, when any rank cannot go on.
@@ -61,6 +66,6 @@ class RankData:
             collate_fn=job.collate_fn,
         )
         metered = MeteredTransport(self._transport)
-        for step in drive(rank_epoch.run(), metered):
+        for step in drive(rank_epoch.run(), metered, has_room=has_room):
             info = replace(step.info, exchange_s=metered.seconds, exchange_bytes=metered.bytes)
             yield Step(info, step.payload)

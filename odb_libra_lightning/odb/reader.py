@@ -57,7 +57,9 @@ class SampleReader(Dataset["Sample | Failure"]):
             length = int((config.length_fn or realized_length)(sample))
         except Exception as error:
             return Failure(f"sample {index}: {type(error).__name__}: {error}", traceback.format_exc())
-        if length < 1:
+        if length < 0:
+            return Failure(f"sample {index} has a length of {length}: length_fn must return tokens, 0 or more", "")
+        if length == 0:
             if config.empty == "drop":
                 return Sample(index, 0, b"")
             return Failure(f"sample {index} is empty (length {length}): remove it, or pass empty='drop'", "")

@@ -116,6 +116,6 @@ def current_rank() -> tuple[int, int]:
     if launched > 1:
         raise ODBError(
             f"WORLD_SIZE is {launched} but there is no process group, so each rank would train on all data; "
-            "iterate the loader after torch.distributed.init_process_group, or pass rank and world_size"
+            "iterate the loader after torch.distributed.init_process_group, or let the trainer do so"
         )
     return 0, 1

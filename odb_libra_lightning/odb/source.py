@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +15,15 @@ from torch.utils.data import DataLoader
 
 from odb_libra_lightning.odb.config import LoaderConfig
 from odb_libra_lightning.odb.errors import SampleError
-from odb_libra_lightning.odb.lifetime import die_with_parent
+from odb_libra_lightning.odb.lifetime import end_with_parent
 from odb_libra_lightning.odb.reader import Failure, Sample, SampleReader
 from odb_libra_lightning.odb.sharding import rank_views, views_per_rank
 
 # Samples that a worker reads for one message: enough to hide the cost of a message, few enough that a slow
 # dataset does not hold up the first batch.
 _CHUNK = 16
+# Seconds after which a wait for the workers looks whether they are alive.
+_CHECK_S = 5.0
 
 
 class SampleSource:
@@ -41,6 +45,8 @@ class SampleSource:
         self._ready: deque[Sample | Failure] = deque()
         self._chunks: Iterator[list[Sample | Failure]] = iter(())
         self.taken = 0
+        # Less than other ranks wait for this one, so that its own error is the one to be read.
+        self._patience = 0.75 * config.timeout
         workers = config.num_workers
         share = -(-min(views_per_rank(self._num_samples, world_size), config.buffer_size) // max(workers, 1))
         self._views.size = min(_CHUNK, share)
@@ -54,11 +60,11 @@ class SampleSource:
             multiprocessing_context=config.start_method if workers else None,
             prefetch_factor=-(-(config.prefetch_factor or share) // self._views.size) if workers else None,
             persistent_workers=config.persistent_workers and workers > 0,
-            timeout=config.timeout if workers else 0,
+            timeout=min(_CHECK_S, self._patience) if workers else 0,
         )
 
     def start(self, epoch: int) -> None:
-        """Begin an epoch: a new order, and new random seeds for the workers."""
+        """Begin an epoch: a new order, and new random seeds for workers that start with it."""
         self._views.indices = rank_views(
             self._num_samples,
             rank=self._rank,
@@ -72,6 +78,10 @@ class SampleSource:
         seeds = np.random.SeedSequence([self._config.seed, epoch, self._rank])
         self._loader.generator.manual_seed(int(seeds.generate_state(1)[0]))
         self._chunks = iter(self._loader)
+        if self._config.num_workers:
+            # torch raises from a signal handler when a worker dies, wherever the main thread is then. Without it the
+            # death is noticed in `take`, where a failure can be told to all ranks.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     @property
     def in_sampler(self) -> int:
@@ -92,7 +102,7 @@ class SampleSource:
         taken: list[Sample] = []
         while len(taken) < count:
             if not self._ready:
-                chunk = next(self._chunks, None)
+                chunk = self._next_chunk()
                 if chunk is None:
                     break
                 self._ready.extend(chunk)
@@ -102,6 +112,20 @@ class SampleSource:
                 raise SampleError(*sample)
             taken.append(sample)
         return taken
+
+    def _next_chunk(self) -> list[Sample | Failure] | None:
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                return next(self._chunks, None)
+            except RuntimeError as error:  # torch has no class of its own for it
+                if "timed out" not in str(error):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise SampleError(
+                        f"no sample from the data workers within {self._patience:g} s: the dataset hangs or is slow; "
+                        "pass a larger timeout if it is meant to be"
+                    ) from None
 
 
 class _Chunks:
@@ -126,6 +150,6 @@ class _WorkerStart:
         self._config = config
 
     def __call__(self, worker_id: int) -> None:
-        die_with_parent()
+        end_with_parent()
         if self._config.worker_init_fn is not None:
             self._config.worker_init_fn(worker_id)

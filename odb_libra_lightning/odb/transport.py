@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -12,9 +13,9 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from odb_libra_lightning.odb.errors import PeerLostError
-from odb_libra_lightning.odb.exchange import Gather, Message
+from odb_libra_lightning.odb.exchange import Gather, Message, Room
 
-Events: TypeAlias = Generator[Any, Message, None]
+Events: TypeAlias = Generator[Any, Any, None]
 
 
 class Transport(Protocol):
@@ -75,7 +76,7 @@ class GlooTransport:
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {self._rank}: another rank's collate process has ended or did not answer within "
-                f"{self._timeout:g} s; its own output says why ({error})"
+                f"{self._timeout:g} s; where it has ended, its own output says why ({error})"
             ) from error
         return torch.stack(everyone).numpy()
 
@@ -97,37 +98,49 @@ class MeteredTransport:
         return gathered
 
 
-def drive(events: Events, transport: Transport) -> Iterator[Any]:
-    """Run one rank's generator over a transport, and yield what is not an exchange."""
-    answer: Message | None = None
+def drive(events: Events, transport: Transport, *, has_room: Callable[[], bool] = lambda: True) -> Iterator[Any]:
+    """Run one rank's generator over a transport, and yield its finished steps.
+
+    Args:
+        events: what `RankEpoch.run` returns.
+        transport: carries its exchanges.
+        has_room: whether there is room for more steps; may wait a while for it.
+    """
+    answer: Any = None
     while True:
         try:
-            event = next(events) if answer is None else events.send(answer)
+            event = events.send(answer)
         except StopIteration:
             return
         answer = None
         if isinstance(event, Gather):
             answer = transport.all_gather(event.message)
+        elif isinstance(event, Room):
+            answer = has_room()
         else:
             yield event
 
 
-def play(ranks: Iterable[Events]) -> list[list[Any]]:
+def play(ranks: Iterable[Events], *, has_room: Callable[[int], bool] = lambda rank: True) -> list[list[Any]]:
     """Run the generators of all ranks in this process, in lockstep.
 
+    Args:
+        ranks: what `RankEpoch.run` returns, for each rank.
+        has_room: whether a rank has room for more steps; asked again until all have.
+
     Returns:
-        What each rank yielded beside its exchanges.
+        The finished steps of each rank.
 
     Raises:
         AssertionError: if the ranks do not make the same exchanges, which between processes would be a hang.
     """
     generators = list(ranks)
     yielded: list[list[Any]] = [[] for _ in generators]
-    answers: list[Message | None] = [None] * len(generators)
+    answers: list[Any] = [None] * len(generators)
     while True:
         messages = []
         for rank, events in enumerate(generators):
-            messages.append(_next_gather(events, answers[rank], yielded[rank]))
+            messages.append(_next_gather(events, answers[rank], yielded[rank], partial(has_room, rank)))
         if all(message is None for message in messages):
             return yielded
         shapes = {None if message is None else message.shape for message in messages}
@@ -136,12 +149,15 @@ def play(ranks: Iterable[Events]) -> list[list[Any]]:
         answers = [gathered.copy() for _ in generators]
 
 
-def _next_gather(events: Events, answer: Message | None, yielded: list[Any]) -> Message | None:
+def _next_gather(events: Events, answer: Any, yielded: list[Any], has_room: Callable[[], bool]) -> Message | None:
     try:
-        event = next(events) if answer is None else events.send(answer)
+        event = events.send(answer)
         while not isinstance(event, Gather):
-            yielded.append(event)
-            event = next(events)
+            if isinstance(event, Room):
+                event = events.send(has_room())
+            else:
+                yielded.append(event)
+                event = events.send(None)
     except StopIteration:
         return None
     return event.message

@@ -129,7 +129,7 @@ def test_consumed_tokens_survive_a_checkpoint() -> None:
     )
     resumed = PaddingMonitor()
     resumed.load_state_dict(monitor.state_dict())
-    assert resumed.state_dict() == {"tokens": sum(Documents(20).length(i) for i in range(20))}
+    assert resumed.state_dict() == {"samples": 20, "tokens": sum(Documents(20).length(i) for i in range(20))}
 
 
 def test_the_wait_is_a_share_of_the_loader_s_own_times() -> None:
@@ -163,6 +163,17 @@ def test_the_bar_counts_samples_of_a_known_total(capsys: pytest.CaptureFixture[s
     assert "25/25" in output
     assert "tokens/s=" in output
     assert "padding=" in output
+
+
+def test_the_bar_lives_with_validation_and_its_sanity_check(capsys: pytest.CaptureFixture[str]) -> None:
+    module = BigramModel()
+    trainer = quiet_trainer(
+        devices=1, max_epochs=2, enable_progress_bar=True, num_sanity_val_steps=2, callbacks=monitoring()
+    )
+    data = ODBDataModule(Documents(25), pad, l_max=500, num_workers=0, val_dataset=Documents(20))
+    trainer.fit(module, datamodule=data)
+    assert len(module.evaluated) == 16 + 2 * 20
+    assert "25/25" in capsys.readouterr().out
 
 
 def test_the_summary_compares_with_fixed_batches_of_the_same_mean_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, RandomSampler, Subset, WeightedRandomSampler
@@ -367,12 +368,39 @@ def test_wrap_reads_the_order_off_the_loader_and_refuses_one_it_would_replace() 
         loader_of(Existing(shuffle=None, sampler=RandomSampler(Documents(61), num_samples=10)))
 
 
+class Buckets:
+    """A batch sampler of the user's own, which hides how samples are drawn."""
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1], [2, 3]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_wrap_refuses_a_batch_sampler_that_it_would_replace_and_a_loader_that_does_not_batch() -> None:
+    class Bucketed(Existing):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Documents(4), batch_sampler=Buckets(), collate_fn=pad)  # type: ignore[arg-type]
+
+    class Unbatched(Existing):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Documents(4), batch_size=None)
+
+    with pytest.raises(ValueError, match="through a Buckets"):
+        ODBDataModule.wrap(Bucketed(), l_max=10).train_dataloader()
+    assert not ODBDataModule.wrap(Bucketed(), l_max=10, shuffle=False).train_dataloader().config.shuffle
+    with pytest.raises(ValueError, match="does not batch"):
+        ODBDataModule.wrap(Unbatched(), l_max=10).train_dataloader()
+    assert ODBDataModule.wrap(Unbatched(), l_max=10, collate_fn=pad).train_dataloader().collate_fn is pad
+
+
 def test_wrap_needs_one_dataloader() -> None:
     class Several(Existing):
         def train_dataloader(self) -> Any:
             return [DataLoader(Documents(3))]
 
-    with pytest.raises(ValueError, match=r"Several\.train_dataloader\(\) returns a list"):
+    with pytest.raises(ValueError, match=r"Several\.train_dataloader\(\) returns a list, and wrap"):
         ODBDataModule.wrap(Several(), l_max=10).train_dataloader()
     with pytest.raises(TypeError, match="did you mean 'buffer_size'"):
         ODBDataModule.wrap(Existing(), l_max=10, buffersize=3)
@@ -417,6 +445,21 @@ def test_a_loader_that_does_not_know_of_accumulation_is_refused() -> None:
     trainer = quiet_trainer(devices=1, accumulate_grad_batches=4, callbacks=[TokenLossScaling()])
     with pytest.raises(RuntimeError, match="accumulates 4: give ODBLoader accumulation=4"):
         trainer.fit(BigramModel(), train_dataloaders=ODBLoader(Documents(9), pad, num_workers=0))
+
+
+def test_a_schedule_of_accumulation_is_asked_before_training_begins() -> None:
+    module = BigramModel()
+    scheduler = GradientAccumulationScheduler({0: 4, 1: 2})
+    trainer = quiet_trainer(devices=1, max_epochs=2, callbacks=[scheduler])
+    trainer.fit(module, datamodule=ODBDataModule(Documents(30), pad, l_max=400, num_workers=0))
+    half = len(module.seen) // 2
+    assert trainer.global_step == -(-half // 4) + -(-half // 2)
+
+
+def test_weights_are_applied_once_whatever_callbacks_there_are() -> None:
+    trainer = quiet_trainer(devices=1, max_epochs=1, callbacks=[ZeroWeightSteps()])
+    trainer.fit(BigramModel(), datamodule=ODBDataModule(Documents(9), pad, num_workers=0))
+    assert sum(isinstance(callback, ZeroWeightSteps) for callback in trainer.callbacks) == 1
 
 
 def test_callbacks_refuse_a_loader_of_another_kind() -> None:

@@ -68,10 +68,14 @@ def test_a_plain_loop_resumes_after_the_batch_at_hand() -> None:
     assert [identities(batch) for batch in resumed] == epochs[1][5:]
     assert resumed.info.samples_done == 60
 
-    other = loader(l_max=700)
+    assert all(info.elapsed_s < 60 for info in resumed._recent), "no time from before the resume"
+
+    other = loader(l_max=700, num_workers=1)
     other.load_state_dict(state)
+    assert other.state_dict()["batches"] == 5, "not forgotten before the first batch"
     with pytest.raises(ValueError, match="within an epoch with l_max=600, and this loader has 700"):
         list(other)
+    assert other._producer is None, "no process was started"
 
 
 def test_a_checkpoint_of_an_epoch_s_end_allows_other_settings() -> None:

@@ -45,6 +45,7 @@ def simulate(
     shares: Sequence[Sequence[int]] | None = None,
     epoch: int = 0,
     accumulation: int = 1,
+    has_room: Callable[[int], bool] = lambda rank: True,
     **settings: Any,
 ) -> list[list[Step]]:
     """Steps of every rank over a list of samples; `shares` replaces the shuffled share of each rank."""
@@ -54,7 +55,7 @@ def simulate(
             rank_views(len(dataset), rank=r, world_size=world_size, epoch=epoch, seed=config.seed).tolist()
             for r in range(world_size)
         ]
-    return play(
+    ranks = (
         RankEpoch(
             rank=rank,
             world_size=world_size,
@@ -67,3 +68,4 @@ def simulate(
         ).run()
         for rank in range(world_size)
     )
+    return play(ranks, has_room=has_room)

@@ -118,6 +118,15 @@ def test_pacing_leaves_no_zero_weight_steps_where_filling_the_buffer_does() -> N
     assert zero_weight_steps(True) == 0 < zero_weight_steps(False)
 
 
+@settings(deadline=None, max_examples=40)
+@given(LENGTHS, st.integers(1, 6), st.integers(1, 300), st.integers(1, 40), st.randoms(use_true_random=False))
+def test_ranks_without_room_change_nothing_but_the_time(lengths, world, l_max, buffer, random) -> None:  # type: ignore[no-untyped-def]
+    world = min(world, len(lengths))
+    data, common = dataset(lengths), {"world_size": world, "l_max": l_max, "buffer_size": buffer}
+    crowded = simulate(data, has_room=lambda rank: random.random() < 0.6, **common)
+    assert crowded == simulate(data, **common)
+
+
 def test_the_same_seed_gives_the_same_batches() -> None:
     runs = [simulate(dataset(range(1, 50)), world_size=3, l_max=100, buffer_size=8, seed=s) for s in (5, 5, 6)]
     orders = [[step.info.indices for step in rank] for run in runs for rank in run]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.utils.data import IterableDataset
 from odb_libra_lightning import ODBLoader
 from odb_libra_lightning.odb.errors import ODBError, PeerLostError
 from odb_libra_lightning.odb.source import SampleSource
-from tests.launch import run_ranks, start_ranks
+from tests.launch import REPOSITORY, run_ranks, session_ends, start, start_ranks, wait_all
 from tests.samples import Documents, identities, pad
 
 
@@ -136,7 +138,11 @@ class Stream(IterableDataset[int]):
         ([1], {"oversize": "split"}, "oversize must be one of .* got 'split'"),
         ([1], {"loss_scaling": "tokens"}, "loss_scaling must be one of .* got 'tokens'"),
         ([1], {"num_workers": -1}, "num_workers must be a whole number of at least 0"),
-        ([1], {"prefetch_factor": 0}, "prefetch_factor must be at least 1"),
+        ([1], {"prefetch_factor": 0}, "prefetch_factor must be a whole number of at least 1"),
+        ([1], {"prefetch_factor": 2.5}, "prefetch_factor must be a whole number of at least 1, got 2.5"),
+        ([1], {"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ([1], {"pacing": "no"}, "pacing must be True or False, got 'no'"),
+        ([1], {"accumulation": 0}, "accumulation must be at least 1 micro-batch, got 0"),
         ([1], {"rank": 0}, "both rank and world_size or neither"),
         ([1], {"rank": 0, "world_size": 2}, "1 samples for 2 ranks"),
         ([1, 2], {"rank": 2, "world_size": 2}, "rank must lie in 0..1, got 2"),
@@ -153,7 +159,7 @@ def test_a_mistyped_setting_names_the_nearest() -> None:
 
 
 class Broken(Documents):
-    """Sample 7 is bad in a way of choice."""
+    """Sample 57 is bad in a way of choice."""
 
     def __init__(self, size: int, how: str) -> None:
         super().__init__(size)
@@ -161,7 +167,7 @@ class Broken(Documents):
 
     def __getitem__(self, index: int) -> Any:
         sample = super().__getitem__(index)
-        if index == 7:
+        if index == 57:
             if self.how == "raises":
                 raise OSError("disk on fire")
             if self.how == "dies":
@@ -176,17 +182,17 @@ class Broken(Documents):
 
 
 def bad_pad(samples: list[Any]) -> Any:
-    if any(int(sample["input_ids"][0]) == 7 for sample in samples):
+    if any(int(sample["input_ids"][0]) == 57 for sample in samples):
         raise RuntimeError("cannot pad")
     return pad(samples)
 
 
 FAULTS = [
-    ("raises", {}, "sample 7: OSError: disk on fire"),
-    ("empty", {}, "sample 7 is empty .*empty='drop'"),
-    ("no length", {}, "sample 7: TypeError: the length of a dict with keys \\['text'\\].*pass length_fn"),
-    ("long", {"oversize": "error"}, "sample 7 has 5000 tokens, over l_max=1000"),
-    ("bad collate", {}, "collating samples \\[.*7.*\\]: RuntimeError: cannot pad"),
+    ("raises", {}, "sample 57: OSError: disk on fire"),
+    ("empty", {}, "sample 57 is empty .*empty='drop'"),
+    ("no length", {}, "sample 57: TypeError: the length of a dict with keys \\['text'\\].*pass length_fn"),
+    ("long", {"oversize": "error"}, "sample 57 has 5000 tokens, over l_max=1000"),
+    ("bad collate", {}, "collating samples \\[.*57.*\\]: RuntimeError: cannot pad"),
 ]
 
 
@@ -199,10 +205,8 @@ def broken_loader(how: str, **settings: Any) -> ODBLoader:
 def test_a_bad_sample_is_one_error_with_the_original_text(
     how: str, settings: dict[str, Any], says: str, workers: int
 ) -> None:
-    begin = time.monotonic()
     with pytest.raises(ODBError, match=f"rank 0: {says}") as error:
         one_epoch(broken_loader(how, num_workers=workers, **settings))
-    assert time.monotonic() - begin < 10
     if how in ("raises", "bad collate"):
         assert "Traceback (most recent call last)" in str(error.value)
 
@@ -211,13 +215,41 @@ def test_a_bad_sample_is_one_error_with_the_original_text(
 def test_dropped_samples_are_left_out_and_counted(how: str, settings: dict[str, Any]) -> None:
     loader = broken_loader(how, num_workers=1, **settings)
     batches = one_epoch(loader)
-    assert Counter(i for batch in batches for i in batch) == Counter(set(range(100)) - {7})
+    assert Counter(i for batch in batches for i in batch) == Counter(set(range(100)) - {57})
     assert loader.info.samples_done == 100
 
 
+def test_an_epoch_of_which_all_is_dropped_says_so() -> None:
+    loader = ODBLoader(Documents(10), pad, l_max=1, num_workers=0, oversize="drop")
+    with pytest.warns(UserWarning, match="epoch 0 has no batch: every sample was dropped"):
+        assert list(loader) == []
+
+
 def test_a_worker_that_is_killed_is_an_error_and_not_a_hang() -> None:
-    with pytest.raises(ODBError, match=r"worker .* killed by signal"):
+    with pytest.raises(ODBError, match=r"rank 0: DataLoader worker .* exited unexpectedly"):
         one_epoch(broken_loader("dies", num_workers=1))
+
+
+def lose_a_worker() -> Any:
+    init_group()
+    # Killed while both trainers are busy with batches that were ready before.
+    loader = broken_loader("dies", num_workers=1, shuffle=False, buffer_size=10, prefetch_batches=1)
+    steps = 0
+    try:
+        for _ in loader:
+            steps += 1
+            time.sleep(0.2)
+    except ODBError as error:
+        leave_group()
+        return {"error": str(error).splitlines()[0], "steps": steps}
+    return None
+
+
+def test_a_worker_that_is_killed_stops_both_ranks_at_the_same_step(tmp_path: Path) -> None:
+    zero, one = run_ranks(lose_a_worker, 2, tmp_path, timeout=60)
+    assert zero == one
+    assert re.match("rank 1: DataLoader worker .* exited unexpectedly", zero["error"])
+    assert zero["steps"] > 0
 
 
 def test_a_collate_process_that_is_killed_is_an_error_and_not_a_hang() -> None:
@@ -229,13 +261,51 @@ def test_a_collate_process_that_is_killed_is_an_error_and_not_a_hang() -> None:
         list(batches)
 
 
+def test_the_first_batch_may_be_drawn_in_a_thread_that_ends() -> None:
+    loader = ODBLoader(Documents(60), pad, l_max=500, num_workers=1)
+    batches, first = iter(loader), []
+    thread = threading.Thread(target=lambda: first.append(next(batches)))
+    thread.start()
+    thread.join(30)
+    seen = [i for batch in [*first, *batches] for i in identities(batch)]
+    assert Counter(seen) == Counter(range(60))
+
+
+TRAINER = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from odb_libra_lightning import ODBLoader
+from tests.samples import Documents, pad
+if __name__ == "__main__":
+    loader = ODBLoader(Documents(3000), pad, l_max=300, num_workers=2, start_method={start_method!r})
+    next(iter(loader))
+    print("training", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+def test_nothing_survives_a_training_process_that_is_killed(start_method: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER.format(root=str(REPOSITORY), start_method=start_method))
+    with (tmp_path / "log").open("w+") as log:
+        process = start([sys.executable, str(script)], log)
+        try:
+            assert process.wait(90) == -signal.SIGKILL
+            assert session_ends(process, within=20)
+        finally:
+            wait_all([process], 1)
+            log.seek(0)
+            assert "training" in log.read()
+
+
 class Slow(Documents):
     def __getitem__(self, index: int) -> Any:
         time.sleep(60)
 
 
 def test_a_dataset_that_hangs_is_an_error_after_the_time_limit() -> None:
-    with pytest.raises(ODBError, match=r"no batch within 1 s|timed out after 1 seconds"):
+    with pytest.raises(ODBError, match=r"rank 0: no sample from the data workers within 0.75 s"):
         one_epoch(ODBLoader(Slow(10), pad, num_workers=1, timeout=1))
 
 
@@ -323,26 +393,67 @@ def meet_faults(workers: int) -> Any:
     init_group()
     met = []
     for how, settings, _ in FAULTS:
-        # Only rank 1's share of an unshuffled dataset holds sample 7.
-        loader = broken_loader(how, num_workers=workers, shuffle=False, **settings)
-        begin, steps = time.monotonic(), 0
+        # Only rank 1's share of an unshuffled dataset holds the bad sample, and not at its beginning.
+        loader = broken_loader(how, num_workers=workers, shuffle=False, buffer_size=10, **settings)
+        steps = 0
         try:
             for _ in loader:
                 steps += 1
         except ODBError as error:
-            met.append({"error": str(error), "steps": steps, "seconds": time.monotonic() - begin})
+            met.append({"error": str(error), "steps": steps})
     leave_group()
     return met
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_fault_on_one_rank_stops_both_at_the_same_step_with_its_text(workers: int, tmp_path: Path) -> None:
-    ranks = run_ranks(meet_faults, 2, tmp_path, workers=workers)
+    ranks = run_ranks(meet_faults, 2, tmp_path, timeout=60, workers=workers)
     for (_, _, says), zero, one in zip(FAULTS, *ranks, strict=True):
         assert zero["error"] == one["error"]
-        assert zero["steps"] == one["steps"]
-        assert max(zero["seconds"], one["seconds"]) < 10
+        assert zero["steps"] == one["steps"] > 0
         assert re.match(f"rank 1: {says}", zero["error"])
+
+
+def pause_longer_than_the_timeout() -> Any:
+    rank = init_group()
+    loader = ODBLoader(Documents(300), pad, l_max=400, num_workers=1, buffer_size=80, prefetch_batches=1, timeout=3)
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.extend(identities(batch))
+        if number == 6:
+            time.sleep(8)  # as in a long validation, on all ranks alike
+        if number == 12 and rank == 0:
+            time.sleep(5)  # as in a checkpoint that one rank writes
+        dist.barrier()  # as training does
+    leave_group()
+    return seen
+
+
+def test_training_may_pause_longer_than_the_timeout(tmp_path: Path) -> None:
+    ranks = run_ranks(pause_longer_than_the_timeout, 2, tmp_path)
+    assert Counter(i for rank in ranks for i in rank) == Counter(range(300))
+
+
+def disagree() -> Any:
+    rank = init_group()
+    errors = []
+    for settings in ({"shuffle": rank == 0}, {"loss_scaling": ["token", "sample"][rank]}, {"l_max": 400 + rank}):
+        loader = ODBLoader(Documents(30), pad, **{"l_max": 400, "num_workers": 0, **settings})
+        try:
+            list(loader)
+        except ODBError as error:
+            errors.append(str(error))
+    leave_group()
+    return errors
+
+
+def test_settings_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    expected = [
+        "shuffle must be the same on every rank, got [1, 0] (by rank)",
+        "loss_scaling must be the same on every rank, got ['token', 'sample'] (by rank)",
+        "l_max must be the same on every rank, got [400, 401] (by rank)",
+    ]
+    assert run_ranks(disagree, 2, tmp_path) == [expected, expected]
 
 
 def iterate_without_a_group() -> None:
