@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning as L
 
 from odb_libra_lightning.callbacks.batching import PaddingMonitor, SamplesPerUpdateMonitor
+from odb_libra_lightning.callbacks.loader_access import batch_info
 from odb_libra_lightning.callbacks.loss_scaling import TokenLossScaling, ZeroWeightSteps
 from odb_libra_lightning.callbacks.monitor import Monitor
 from odb_libra_lightning.callbacks.panels import DashboardPanels
@@ -23,6 +24,7 @@ __all__ = [
     "StragglerMonitor",
     "TokenLossScaling",
     "ZeroWeightSteps",
+    "batch_info",
     "monitoring",
 ]
 

@@ -32,10 +32,11 @@ class DataWaitMonitor(Monitor):
 class StragglerMonitor(Monitor):
     """Logs how long the slowest rank takes for its own part of a step, against the mean rank.
 
-    A step is timed from its batch to the start of its backward pass, which is the part that no other rank can hold
-    up under data parallelism. `straggler/max_s` is the slowest rank's time, `straggler/mean_s` the mean rank's, both
-    means over the steps of the interval, and `straggler/ratio` their quotient; 1 is perfect balance. On a GPU the
-    times are taken with CUDA events, without waiting for the device at each step.
+    A step is timed from its batch to the start of its backward pass: the part in which plain data parallelism does not
+    wait for other ranks (sharded strategies do, and so does DDP where it broadcasts buffers). `straggler/max_s` is the
+    slowest rank's time, `straggler/mean_s` the mean rank's, both means over the steps of the interval, and
+    `straggler/ratio` their quotient; 1 is perfect balance. On a GPU the times are taken with CUDA events, without waiting
+    for the device at each step.
     """
 
     def __init__(self) -> None:
