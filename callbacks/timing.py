@@ -35,8 +35,8 @@ class StragglerMonitor(Monitor):
     A step is timed from its batch to the start of its backward pass: the part in which plain data parallelism does not
     wait for other ranks (sharded strategies do, and so does DDP where it broadcasts buffers). `straggler/max_s` is the
     slowest rank's time, `straggler/mean_s` the mean rank's, both means over the steps of the interval, and
-    `straggler/ratio` their quotient; 1 is perfect balance. On a GPU the times are taken with CUDA events, without waiting
-    for the device at each step.
+    `straggler/ratio` their quotient; 1 is perfect balance. On a GPU the times are taken with CUDA events, without
+    waiting for the device at each step.
     """
 
     def __init__(self) -> None:
