@@ -189,6 +189,10 @@ class _WrappedDataModule(ODBDataModule):
                 setattr(self, hook, partial(self._shared_out, hook))
         for attribute in ("prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices"):
             setattr(self, attribute, getattr(inner, attribute))
+        # What `save_hyperparameters` left there, which the trainer logs.
+        vars(self).update(
+            {name: value for name, value in vars(inner).items() if "hparams" in name or "hyperparams" in name}
+        )
 
     def __getattr__(self, name: str) -> Any:
         """What this object does not have, the inner datamodule may."""

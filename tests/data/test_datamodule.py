@@ -395,6 +395,17 @@ def test_wrap_refuses_a_batch_sampler_that_it_would_replace_and_a_loader_that_do
     assert ODBDataModule.wrap(Unbatched(), l_max=10, collate_fn=pad).train_dataloader().collate_fn is pad
 
 
+def test_wrap_keeps_the_hyperparameters_that_the_trainer_logs() -> None:
+    class Saved(Existing):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    wrapped = ODBDataModule.wrap(Saved(width=3), l_max=10)
+    assert wrapped.hparams_initial == {"width": 3}
+    assert wrapped._log_hyperparams
+
+
 def test_wrap_needs_one_dataloader() -> None:
     class Several(Existing):
         def train_dataloader(self) -> Any:
