@@ -81,7 +81,9 @@ def compose_recipe(path: str | Path, overrides: Sequence[str] = ()) -> DictConfi
     if path.suffix != ".yaml" or not path.is_file():
         fault = "is not a .yaml file" if path.is_file() else "does not exist"
         nearest = _nearest(path.name, [file.name for file in path.parent.glob("*.yaml")])
-        raise RecipeError(f"recipe {path} {fault}{_did_you_mean(nearest and path.with_name(nearest))}")
+        candidates = [Path("recipes", path.name).with_suffix(".yaml"), path.with_name(nearest or path.name)]
+        instead = next((str(candidate) for candidate in candidates if candidate.is_file() and candidate != path), None)
+        raise RecipeError(f"recipe {path} {fault}{_did_you_mean(instead)}")
     with initialize_config_dir(str(path.absolute().parent), version_base="1.3"), warnings.catch_warnings():
         # Hydra only warns about a folder missing from the search path, and then misses the files in it.
         warnings.filterwarnings("error", message="provider=", category=UserWarning)

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
+    # Lightning's own, about a class of torch's that a user of recipes never meets.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
     try:
         options = _parse(arguments)
         recipe = compose_recipe(options.config, options.overrides)
@@ -140,8 +143,9 @@ def _fit(experiment: Experiment, *, debug: bool) -> int:
     except ODBError as error:
         _report(error, debug=debug)
         if trainer.strategy.launcher is not None:
-            # The processes that Lightning started wait in `_report`; they have nothing to add.
-            trainer.strategy.launcher.kill(signal.SIGTERM)
+            # The processes that Lightning started have nothing to add, and its SIGTERM handler in them would wait for
+            # this one.
+            trainer.strategy.launcher.kill(signal.SIGKILL)
     finally:
         os.environ.pop(_RUN_DIR_VARIABLE, None)
         finish_loggers(exit_code=exit_code)

@@ -121,7 +121,7 @@ def _parse(line: bytes, where: str) -> Messages:
     try:
         record: Any = json.loads(line)
     except ValueError as error:  # bad JSON, or bytes that are no text
-        raise refuse(f"not valid JSON ({error})") from error
+        raise refuse(f"not valid JSON ({getattr(error, 'msg', error)})") from error
     turns = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns:
         raise refuse('no "messages", or not a list of turns')

@@ -7,6 +7,10 @@ class ODBError(RuntimeError):
     """The data path failed; raised with the same text and at the same step on every rank."""
 
 
+class ShardError(ODBError, ValueError):
+    """A dataset that cannot be shared out over the ranks."""
+
+
 class SampleError(ODBError):
     """A sample cannot be used: it raised, is empty, too long, or its length cannot be read."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from odb_libra_lightning.odb.errors import ShardError
+
 
 def views_per_rank(num_samples: int, world_size: int) -> int:
     """Views `q = ceil(num_samples / world_size)` that each rank draws in an epoch."""
@@ -15,16 +17,16 @@ def check_shard(num_samples: int, *, rank: int, world_size: int) -> None:
     """Refuse a dataset that cannot be shared out.
 
     Raises:
-        ValueError: if the dataset is empty or has fewer samples than there are ranks, or the rank is out of
-            range.
+        ShardError: a ValueError, if the dataset is empty or has fewer samples than there are ranks, or the rank is
+            out of range.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
+        raise ShardError(f"rank must lie in 0..{world_size - 1}, got {rank}")
     if num_samples < 1:
-        raise ValueError("the training dataset is empty: give it at least one sample")
+        raise ShardError("the training dataset is empty: give it at least one sample")
     if num_samples < world_size:
-        raise ValueError(
-            f"the training dataset has {num_samples} samples for {world_size} ranks: "
+        raise ShardError(
+            f"the training dataset has {num_samples} sample{'s' * (num_samples > 1)} for {world_size} ranks: "
             "each rank needs one; add samples or train on fewer devices"
         )
 
@@ -50,7 +52,7 @@ def rank_views(
         Indices, int64, shape `[q]`.
 
     Raises:
-        ValueError: as `check_shard` does.
+        ShardError: as `check_shard` does.
     """
     check_shard(num_samples, rank=rank, world_size=world_size)
     order = np.random.default_rng([seed, epoch]).permutation(num_samples) if shuffle else np.arange(num_samples)

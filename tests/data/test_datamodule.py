@@ -503,7 +503,7 @@ def fit_fewer_samples_than_ranks() -> None:
 def test_fewer_samples_than_ranks_is_one_clear_error_on_each(tmp_path: Path) -> None:
     for end in start_ranks(fit_fewer_samples_than_ranks, 2, tmp_path):
         assert end.code == 1
-        assert "the training dataset has 1 samples for 2 ranks: each rank needs one" in end.output
+        assert "the training dataset has 1 sample for 2 ranks: each rank needs one" in end.output
 
 
 class Fails(BigramModel):

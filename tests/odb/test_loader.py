@@ -144,7 +144,7 @@ class Stream(IterableDataset[int]):
         ([1], {"pacing": "no"}, "pacing must be True or False, got 'no'"),
         ([1], {"accumulation": 0}, "accumulation must be at least 1 micro-batch, got 0"),
         ([1], {"rank": 0}, "both rank and world_size or neither"),
-        ([1], {"rank": 0, "world_size": 2}, "1 samples for 2 ranks"),
+        ([1], {"rank": 0, "world_size": 2}, "1 sample for 2 ranks"),
         ([1, 2], {"rank": 2, "world_size": 2}, "rank must lie in 0..1, got 2"),
     ],
 )

@@ -45,7 +45,7 @@ def test_without_shuffle_ranks_take_turns() -> None:
 
 @pytest.mark.parametrize(
     ("n", "rank", "world", "says"),
-    [(0, 0, 1, "empty"), (1, 0, 2, "1 samples for 2 ranks"), (9, 2, 2, "got 2")],
+    [(0, 0, 1, "empty"), (1, 0, 2, "1 sample for 2 ranks"), (9, 2, 2, "got 2")],
 )
 def test_what_cannot_be_shared_out_is_refused(n: int, rank: int, world: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
