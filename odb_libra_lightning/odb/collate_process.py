@@ -6,6 +6,7 @@ The training process sends `(epoch, accumulation)` or None over a pipe and reads
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import pickle
@@ -44,6 +45,7 @@ class CollateProcess:
         self._rank = job.rank
         self._timeout = job.config.timeout
         self._connection, theirs = context.Pipe(duplex=True)
+        self._idle = True  # not within an epoch
         # Not daemonic, since it has children of its own: the data workers.
         in_main_thread = threading.current_thread() is threading.main_thread()
         self._process = context.Process(
@@ -62,6 +64,7 @@ class CollateProcess:
             ODBError: what stopped the data path, the same on every rank.
             PeerLostError: if the process died or does not answer in time.
         """
+        self._idle = False
         try:
             self._connection.send((epoch, accumulation))
         except OSError as error:
@@ -69,6 +72,7 @@ class CollateProcess:
         while True:
             kind, content = pickle.loads(self._receive())
             if kind == "end":
+                self._idle = True
                 return
             if kind == "failure":
                 raise ODBError(content)
@@ -77,13 +81,11 @@ class CollateProcess:
             yield Step(content, self._receive())
 
     def close(self) -> None:
-        """Ask the process to end, and see to it."""
-        if self._process.is_alive():
-            try:
+        """End the process: an idle one is asked to, so that it ends its workers and their semaphores in good order."""
+        if self._idle:
+            with contextlib.suppress(OSError):  # it has ended already
                 self._connection.send(None)
-                self._process.join(0.2)
-            except OSError:
-                pass  # it is ending already
+                self._process.join(_GRACE_S)
         self._finalize()
         self._connection.close()
 
