@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from odb_libra_lightning.callbacks.loader_access import batch_info, training_loader
 from odb_libra_lightning.odb.batch_info import BatchInfo
+from odb_libra_lightning.odb.loader import ODBLoader
 
 
 class ZeroWeightSteps(L.Callback):
@@ -24,11 +25,17 @@ class ZeroWeightSteps(L.Callback):
     def __init__(self) -> None:
         self._info: BatchInfo | None = None
         self._zeroed: list[Any] = []  # handles of the hooks on parameters in a step of weight 0
+        self.idle_without_odb = False  # set by the datamodule that adds the callback: other loaders are no mistake then
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._free_parameters()
+        self._info = None
+        if self.idle_without_odb and not isinstance(trainer.train_dataloader, ODBLoader):
+            return
+        training_loader(trainer).begin_training_on(batch_idx)
         info = batch_info(trainer, batch_idx)
         if info.accumulation != trainer.accumulate_grad_batches:
             raise RuntimeError(
@@ -42,7 +49,15 @@ class ZeroWeightSteps(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        training_loader(trainer).mark_trained(batch_idx)
+        self._free_parameters()
+        if self._info is not None:
+            training_loader(trainer).mark_trained(batch_idx)
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._free_parameters()
+
+    def _free_parameters(self) -> None:
         while self._zeroed:
             self._zeroed.pop().remove()
 
@@ -76,6 +91,7 @@ class TokenLossScaling(ZeroWeightSteps):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._info is not None and self._info.window_loss_tokens == 0:
             rank_zero_warn(
-                f"no label bears loss in batch {batch_idx} of epoch {self._info.epoch}, nor in its accumulation "
-                "window, on any rank: the update has a zero gradient. Are the labels masked as you mean them to be?"
+                "no label bears loss in a batch, nor in its accumulation window, on any rank: the update has a zero "
+                "gradient. Are labels masked as you mean them to be? Where the loss does not shift them by one, pass "
+                "causal_shift=False"
             )

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -286,7 +286,12 @@ def _weigh_losses(trainer: L.Trainer, config: LoaderConfig) -> None:
     """Add the callback that applies the loss weights, unless the trainer has one."""
     needed = ZeroWeightSteps if config.loss_scaling == "none" else TokenLossScaling
     if not any(isinstance(callback, ZeroWeightSteps) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        trainer.callbacks.insert(0, needed())  # type: ignore[attr-defined]
+        callback = needed()
+        callback.idle_without_odb = True
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # Before those that write checkpoints, and behind all others, which Lightning may be calling just now.
+        place = next((i for i, other in enumerate(callbacks) if isinstance(other, Checkpoint)), len(callbacks))
+        callbacks.insert(place, callback)
         rank_zero_info(
             f"ODBDataModule adds the callback {needed.__name__}: losses are weighted by {config.loss_scaling}"
             if needed is TokenLossScaling

@@ -90,6 +90,7 @@ class ODBLoader:
         self._last: tuple[int, int, bool] | None = None  # the last pass: epoch, batches given out, whether it ended
         self._marks = False  # whether someone says which batches have been trained on
         self._marked = 0  # how many of the last pass have
+        self._offset = 0  # what a trainer's number of a batch exceeds its own by
         self._resumed_settings: dict[str, Any] = {}
         self._recent: deque[BatchInfo] = deque(maxlen=_RECENT)
         self._control: ControlStore | None = None
@@ -115,7 +116,7 @@ class ODBLoader:
             LookupError: if it is not among the last few.
         """
         for info in reversed(self._recent):
-            if info.batch_idx == batch_idx:
+            if info.batch_idx == batch_idx - self._offset:
                 return info
         raise LookupError(f"batch {batch_idx} is not among the last {_RECENT} of this loader")
 
@@ -135,7 +136,27 @@ class ODBLoader:
         need call this: a batch given out counts as trained on.
         """
         self._marks = True
-        self._marked = batch_idx + 1
+        self._marked = batch_idx - self._offset + 1
+
+    def begin_training_on(self, batch_idx: int) -> None:
+        """Learn by which number a trainer calls the batch that it begins to train on.
+
+        After a checkpoint of an epoch's last step, Lightning counts on into the next epoch.
+
+        Raises:
+            RuntimeError: if the trainer goes on within an epoch and has not told the loader.
+        """
+        self._offset = batch_idx - self._marked if self._marks else 0
+        if self._offset and not self._resumed_settings:
+            raise RuntimeError(
+                f"training goes on at batch {batch_idx} of an epoch, and the loader was not told to: the trainer drops "
+                "its state where trainer.estimated_stepping_batches is read in configure_optimizers, so do not"
+            )
+        if self._offset % self._checked_accumulation():
+            raise RuntimeError(
+                f"training goes on from the last step of an epoch of {self._offset} batches, and the trainer counts on, "
+                "so its accumulation windows do not begin with the loader's: resume from a checkpoint of the epoch's end"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: the epoch and the number of its batches trained on, and what batches depend on."""
@@ -173,6 +194,7 @@ class ODBLoader:
         steps = producer.steps(epoch, self._batch_settings()["accumulation"])
         self._next = (epoch + 1, 0)
         self._marked = skip
+        self._offset = 0
         self._recent.clear()
         self._busy = True
         try:

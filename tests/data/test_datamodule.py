@@ -473,6 +473,33 @@ def test_weights_are_applied_once_whatever_callbacks_there_are() -> None:
     assert sum(isinstance(callback, ZeroWeightSteps) for callback in trainer.callbacks) == 1
 
 
+def test_a_trainer_may_train_on_another_loader_afterwards() -> None:
+    trainer = quiet_trainer(devices=1, max_epochs=1)
+    trainer.fit(BigramModel(), datamodule=ODBDataModule(Documents(9), pad, num_workers=0))
+    trainer.fit_loop.epoch_progress.reset()
+    module = BigramModel()
+    trainer.fit(module, train_dataloaders=DataLoader(Documents(9), collate_fn=pad, batch_size=3))
+    assert len(module.seen) == 3
+
+
+def test_an_exception_in_a_step_of_weight_zero_leaves_the_parameters_free() -> None:
+    class FailsOnce(BigramModel):
+        failed = False
+
+        def on_after_backward(self) -> None:
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("out of memory")
+
+    module = FailsOnce()
+    data = ODBDataModule(Documents(9), pad, num_workers=0, loss_tokens=lambda batch: 0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        quiet_trainer(devices=1, max_epochs=1).fit(module, datamodule=data)
+    before = module.weights()
+    quiet_trainer(devices=1, max_epochs=1).fit(module, datamodule=ODBDataModule(Documents(9), pad, num_workers=0))
+    assert module.weights() != before
+
+
 def test_callbacks_refuse_a_loader_of_another_kind() -> None:
     trainer = quiet_trainer(devices=1, callbacks=[TokenLossScaling()])
     with pytest.raises(RuntimeError, match="need an ODBLoader, and the trainer has a DataLoader"):

@@ -50,6 +50,22 @@ def test_a_run_resumed_within_an_epoch_or_at_its_end_is_the_unbroken_run(tmp_pat
             assert resumed["weights"] == whole["weights"]
 
 
+def test_a_checkpoint_of_an_epoch_s_last_step_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+    def fit_once(resume: Path | None = None) -> BigramModel:
+        module = BigramModel()
+        steps = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        trainer = quiet_trainer(devices=1, max_epochs=3, enable_checkpointing=True, callbacks=[steps])
+        data = ODBDataModule(Documents(30), pad, l_max=900, num_workers=0)
+        trainer.fit(module, datamodule=data, ckpt_path=resume)
+        return module
+
+    whole = fit_once()
+    per_epoch = next(n for n in range(1, 99) if sum(map(len, whole.seen[:n])) == 30)
+    resumed = fit_once(tmp_path / f"step={per_epoch}.ckpt")
+    assert resumed.seen == whole.seen[per_epoch:]
+    assert resumed.weights() == whole.weights()
+
+
 def test_a_plain_loop_resumes_after_the_batch_at_hand() -> None:
     def loader(**settings: Any) -> ODBLoader:
         return ODBLoader(Documents(60), pad, **{"l_max": 600, "num_workers": 0, **settings})
