@@ -154,8 +154,8 @@ class ODBLoader:
             )
         if self._offset % self._checked_accumulation():
             raise RuntimeError(
-                f"training goes on from the last step of an epoch of {self._offset} batches, and the trainer counts on, "
-                "so its accumulation windows do not begin with the loader's: resume from a checkpoint of the epoch's end"
+                f"training goes on from the last step of an epoch of {self._offset} batches and the trainer counts on, "
+                "so its accumulation windows do not begin with the loader's: resume from a checkpoint of an epoch's end"
             )
 
     def state_dict(self) -> dict[str, Any]:
