@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_libra_lightning.odb import group_by_budget, target_batch_size
+from odb_libra_lightning.odb.cost import TokenCost
 
 LENGTHS = st.lists(st.integers(1, 3000), max_size=200)
 BUDGETS = st.integers(1, 5000)
@@ -74,3 +77,28 @@ def test_groups_follow_the_rule_as_it_is_worded(lengths: list[int], l_max: int) 
     groups, tail = group_by_budget(lengths, l_max)
     assert [[lengths[i] for i in group] for group in groups] == expected
     assert [lengths[i] for i in tail] == descending
+
+
+def test_a_quadratic_cost_makes_groups_of_long_samples_smaller() -> None:
+    lengths = [100, 200, 400, 500, 800]
+    # 800 and 500 close alone; 500 costs 750 of 1000: t=1; 400 (560) closes alone: t=1; 200 (240): t=4; 100 waits.
+    assert group_by_budget(lengths, 1000, cost=TokenCost.quadratic(1000)) == ([[4], [3], [2], [1]], [0])
+    assert group_by_budget(lengths, 1000) == ([[4], [3], [2, 1]], [0])
+    assert target_batch_size(200, 1000, cost=TokenCost.quadratic(1000)) == 4
+
+
+@given(LENGTHS, BUDGETS)
+def test_the_default_cost_is_the_linear_one(lengths: list[int], l_max: int) -> None:
+    assert group_by_budget(lengths, l_max) == group_by_budget(lengths, l_max, cost=TokenCost.linear())
+
+
+@given(LENGTHS, BUDGETS, st.none() | st.integers(1, 5000))
+def test_a_group_costs_no_more_than_the_budget_or_its_longest_sample(
+    lengths: list[int], l_max: int, quadratic_length: int | None
+) -> None:
+    groups, tail = group_by_budget(lengths, l_max, cost=TokenCost(quadratic_length))
+    assert sorted([i for group in groups for i in group] + tail) == list(range(len(lengths)))
+    for group in [*groups, tail]:
+        longest = max((lengths[i] for i in group), default=0)
+        one = Fraction(longest) + (Fraction(longest**2, quadratic_length) if quadratic_length else 0)
+        assert len(group) * one <= max(l_max, one)
