@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.collate_process import CollateProcess
 from odb_libra_lightning.odb.config import LoaderConfig, takes_settings
-from odb_libra_lightning.odb.epoch import Step
+from odb_libra_lightning.odb.epoch import EpochStart
+from odb_libra_lightning.odb.position import Position
 from odb_libra_lightning.odb.rank_data import RankData, RankJob
 from odb_libra_lightning.odb.rendezvous import ControlStore, current_rank
-from odb_libra_lightning.odb.sharding import check_shard, views_per_rank
+from odb_libra_lightning.odb.replica import Feed, FollowerFeed, LeaderFeed
+from odb_libra_lightning.odb.sharding import check_shard, samples_drawn
+from odb_libra_lightning.odb.steps import Step
 from odb_libra_lightning.odb.wire import from_bytes
 
 # Batches whose facts are kept: a trainer looks a batch or two ahead of the one that it trains on.
 _RECENT = 16
 _END = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerClock:
+    """How the trainer that iterates a loader counts.
+
+    Attributes:
+        accumulation: micro-batches of an accumulation window.
+        limit: number of batches at which it ends an epoch; None for where the loader ends.
+        next_step: by which number it would call the next batch, were it to go on from a checkpoint written now; None
+            where it counts as the loader does.
+    """
+
+    accumulation: int = 1
+    limit: int | None = None
+    next_step: int | None = None
 
 
 class ODBLoader:
@@ -46,13 +64,18 @@ class ODBLoader:
         ...     (model(**batch).loss * loader.info.loss_weight).backward()
 
     Args:
-        dataset: map-style dataset. Its length must be the same on every rank.
+        dataset: map-style dataset, of the same length on every rank, or an iterable one.
         collate_fn: makes a batch of a list of samples; None stacks them.
         l_max: token budget of a batch on one rank, tokens.
-        rank: this rank; None asks the process group when the first batch is drawn.
+        rank: this data-parallel rank; None asks the process group when the first batch is drawn.
         world_size: number of data-parallel ranks; None likewise.
-        accumulation: micro-batches of an accumulation window, or a function that tells when an epoch begins.
+        replica_size: processes that share each data-parallel rank, as those of a context-parallel group do: the first
+            of them loads, and all get the same batches.
+        accumulation: micro-batches of an accumulation window.
         **settings: the other fields of `LoaderConfig`.
+
+    Attributes:
+        clock: tells, when a pass begins and when a checkpoint is written, how the trainer counts.
 
     Raises:
         ValueError: if a setting, or the size of the dataset, cannot work.
@@ -67,34 +90,31 @@ class ODBLoader:
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        accumulation: int | Callable[[], int] = 1,
+        replica_size: int = 1,
+        accumulation: int = 1,
         **settings: Any,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        ):
-            raise ValueError(
-                f"ODBLoader needs a map-style dataset, with __getitem__ and __len__, got a {type(dataset).__name__}"
-            )
         if (rank is None) != (world_size is None):
             raise ValueError(f"give both rank and world_size or neither, got {rank} and {world_size}")
+        if replica_size < 1 or (replica_size > 1 and rank is None):
+            raise ValueError(f"replica_size must be at least 1, and above 1 needs rank and world_size; got {replica_size}")
+        if accumulation < 1:
+            raise ValueError(f"accumulation must be at least 1 micro-batch, got {accumulation}")
         self.dataset = dataset
         self.collate_fn = collate_fn or default_collate
         self.config = LoaderConfig.from_keywords(l_max=l_max, **settings)
+        self._num_samples = _count_samples(dataset, self.config)
         self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
-        check_shard(len(dataset), rank=rank or 0, world_size=world_size or 1)
-        self._accumulation = accumulation
-        if not callable(accumulation):
-            self._checked_accumulation()
-        self._next = (0, 0)  # epoch of the next pass, and batches of it that a checkpoint says are trained on
-        self._last: tuple[int, int, bool] | None = None  # the last pass: epoch, batches given out, whether it ended
+        self._replica_size = replica_size
+        self._check_shard(rank or 0, world_size or 1)
+        self.clock: Callable[[], TrainerClock] = lambda: TrainerClock(accumulation=accumulation)
+        order = {"dataset": len(dataset) if self._num_samples else None, "seed": self.config.seed}
+        order |= {"shuffle": self.config.shuffle, "max_samples": self.config.max_samples}
+        self.position = Position(self._num_samples, self.config.mode, order)
         self._marks = False  # whether someone says which batches have been trained on
-        self._marked = 0  # how many of the last pass have
-        self._offset = 0  # what a trainer's number of a batch exceeds its own by
-        self._resumed_settings: dict[str, Any] = {}
         self._recent: deque[BatchInfo] = deque(maxlen=_RECENT)
         self._control: ControlStore | None = None
-        self._producer: RankData | CollateProcess | None = None
+        self._feed: Feed | None = None
         self._given_at = 0.0  # when the last batch was given out
         self._busy = False  # whether a pass over the loader has begun and not ended
 
@@ -116,109 +136,68 @@ class ODBLoader:
             LookupError: if it is not among the last few.
         """
         for info in reversed(self._recent):
-            if info.batch_idx == batch_idx - self._offset:
+            if info.batch_idx == batch_idx:
                 return info
-        raise LookupError(f"batch {batch_idx} is not among the last {_RECENT} of this loader")
-
-    @property
-    def sampler(self) -> ODBLoader:
-        """Itself: trainers call `loader.sampler.set_epoch`."""
-        return self
+        numbers = [info.batch_idx for info in self._recent]
+        raise LookupError(f"batch {batch_idx} is not among the last of this loader, {numbers}")
 
     def set_epoch(self, epoch: int) -> None:
         """Number of the next epoch; without this call each pass over the loader is the one after the last."""
-        self._next = (epoch, self._next[1] if epoch == self._next[0] else 0)
+        self.position.set_epoch(epoch)
 
     def mark_trained(self, batch_idx: int) -> None:
         """Tell the loader that a batch has been trained on, for `state_dict`.
 
         A trainer draws batches ahead of the one it trains on, and says -1 before it draws any. In a plain loop nobody
-        need call this: a batch given out counts as trained on.
+        need call this: a batch given out counts as trained on. Batches count when their accumulation window is full,
+        since there is no update before.
         """
         self._marks = True
-        self._marked = batch_idx - self._offset + 1
-
-    def begin_training_on(self, batch_idx: int) -> None:
-        """Learn by which number a trainer calls the batch that it begins to train on.
-
-        After a checkpoint of an epoch's last step, Lightning counts on into the next epoch.
-
-        Raises:
-            RuntimeError: if the trainer goes on within an epoch and has not told the loader.
-        """
-        self._offset = batch_idx - self._marked if self._marks else 0
-        if self._offset and not self._resumed_settings:
-            raise RuntimeError(
-                f"training goes on at batch {batch_idx} of an epoch, and the loader was not told to: the trainer drops "
-                "its state where trainer.estimated_stepping_batches is read in configure_optimizers, so do not"
-            )
-        if self._offset % self._checked_accumulation():
-            raise RuntimeError(
-                f"training goes on from the last step of an epoch of {self._offset} batches and the trainer counts on, "
-                "so its accumulation windows do not begin with the loader's: resume from a checkpoint of an epoch's end"
-            )
+        self.position.settle(through=batch_idx)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands: the epoch and the number of its batches trained on, and what batches depend on."""
-        epoch, batches = self._next
-        if self._last is not None:
-            epoch, given, ended = self._last
-            batches = self._marked if self._marks else given
-            if ended and batches == given:
-                epoch, batches = epoch + 1, 0
-        return {"epoch": epoch, "batches": batches, "settings": self._batch_settings()}
+        """Where training stands: the epoch, and which of its views are trained on; complete on every rank."""
+        return self.position.state_dict(next_step=self.clock().next_step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the next pass go on where a checkpoint was written: same batches, the trained ones left out.
+        """Have the next pass go on where a state was taken: with what is not trained on, in new batches.
 
-        The rest of the epoch is formed anew from its beginning, so this takes as long as the loader alone takes to get
-        there.
+        Nothing is read again. The number of ranks and of workers, the buffer and the budget may be others than before:
+        with as many ranks as before each goes on with its own share, else what is left is shared out anew.
+
+        Raises:
+            ValueError: if the state is of another dataset or order.
         """
-        self._next = (state_dict["epoch"], state_dict["batches"])
-        self._last = None
-        self._resumed_settings = state_dict["settings"]
+        self.position.load_state_dict(state_dict)
 
     @property
-    def samples_per_epoch(self) -> int:
-        """Samples that an epoch draws over all ranks, the repeats included."""
-        _, world_size = self._ranks()
-        return views_per_rank(len(self.dataset), world_size) * world_size
+    def samples_per_epoch(self) -> int | None:
+        """Samples that an epoch draws over all ranks, the repeats included; None for an iterable dataset."""
+        return self.position.samples_per_epoch(self._ranks()[1])
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of one epoch. Nothing starts before the first is asked for."""
-        epoch, skip = self._next
-        if skip:
-            self._check_resumed_settings()
+        rank, world_size = self._ranks()
+        clock = self.clock()
+        start = self.position.begin(world_size, carry_on=self._marks, accumulation=clock.accumulation, limit=clock.limit)
         self._close_unless(idle=True)
-        producer = self._producer = self._producer or self._start()
-        steps = producer.steps(epoch, self._batch_settings()["accumulation"])
-        self._next = (epoch + 1, 0)
-        self._marked = skip
-        self._offset = 0
+        feed = self._feed = self._feed or self._open_feed(rank, world_size)
         self._recent.clear()
         self._busy = True
         try:
-            given = sum(1 for _ in itertools.islice(steps, skip))
-            if given < skip:
-                raise ValueError(
-                    f"the checkpoint was written after batch {skip} of epoch {epoch}, which now has {given}: "
-                    "is the dataset still the same?"
-                )
-            self._last = (epoch, given, False)
-            while (batch := self._next_batch(steps)) is not _END:
-                given += 1
-                self._last = (epoch, given, False)
+            steps = feed.steps(start)
+            while (batch := self._next_batch(steps, clock.limit)) is not _END:
                 yield batch
-            self._last = (epoch, given, True)
             self._busy = False
-            if given == 0:
+            self.position.end(settle=not self._marks)
+            if not self._recent and not start.state:
                 warnings.warn(
-                    f"epoch {epoch} has no batch: every sample was dropped (l_max={self.config.l_max}, "
+                    f"epoch {start.epoch} has no batch: every sample was dropped (l_max={self.config.l_max}, "
                     f"oversize={self.config.oversize!r}, empty={self.config.empty!r})",
                     stacklevel=2,
                 )
         finally:
-            if self._producer is producer:
+            if self._feed is feed:
                 self._close_unless(idle=self.config.persistent_workers)
 
     def close(self) -> None:
@@ -227,17 +206,17 @@ class ODBLoader:
         self._control = None
 
     def _stop(self) -> None:
-        producer, self._producer = self._producer, None
+        feed, self._feed = self._feed, None
         self._busy = False
-        if isinstance(producer, CollateProcess):
-            producer.close()
+        if feed is not None:
+            feed.close()
 
     def _close_unless(self, *, idle: bool) -> None:
         """Keep the collate process only if it has ended its epoch and is allowed to wait for the next."""
         if self._busy or not idle:
             self._stop()
 
-    def _next_batch(self, steps: Iterator[Step]) -> Any:
+    def _next_batch(self, steps: Iterator[Step], limit: int | None) -> Any:
         begin = time.perf_counter()
         step = next(steps, None)
         if step is None:
@@ -249,47 +228,61 @@ class ODBLoader:
         since = self._given_at if self._recent else begin
         self._recent.append(replace(step.info, wait_s=now - begin, elapsed_s=now - since))
         self._given_at = now
+        self.position.give(step.info, step.views)
+        if step.info.batch_idx + 1 == limit:
+            self.position.end(settle=not self._marks)
+        elif not self._marks:
+            self.position.settle(through=step.info.batch_idx)
         return batch
 
-    def _start(self) -> RankData | CollateProcess:
-        rank, world_size = self._ranks()
-        if world_size > 1 and self._control is None:
-            self._control = ControlStore(rank=rank, world_size=world_size, timeout=self.config.timeout)
+    def _open_feed(self, rank: int, world_size: int) -> Feed:
+        channel = control = None
+        if world_size * self._replica_size > 1:
+            if self._control is None:
+                self._control = ControlStore(
+                    rank=rank, world_size=world_size, timeout=self.config.timeout, transport=self.config.transport
+                )
+            control, channel = self._control.next_group(), self._control.replica_channel()
+            if not self._control.leads:
+                assert channel is not None
+                return FollowerFeed(channel)
         job = RankJob(
             dataset=self.dataset,
+            num_samples=self._num_samples,
             collate_fn=self.collate_fn,
             config=self.config,
             rank=rank,
             world_size=world_size,
-            control=self._control.next_group() if self._control else None,
+            control=control,
         )
-        return CollateProcess(job) if self.config.num_workers else RankData(job)
-
-    def _batch_settings(self) -> dict[str, Any]:
-        """All that the batches of an epoch depend on, beside the data."""
-        return {
-            "samples": len(self.dataset),
-            "world_size": self._ranks()[1],
-            "accumulation": self._checked_accumulation(),
-            **self.config.batch_settings(),
-        }
-
-    def _checked_accumulation(self) -> int:
-        accumulation = self._accumulation() if callable(self._accumulation) else self._accumulation
-        if accumulation < 1:
-            raise ValueError(f"accumulation must be at least 1 micro-batch, got {accumulation}")
-        return accumulation
-
-    def _check_resumed_settings(self) -> None:
-        now = self._batch_settings()
-        for name, value in self._resumed_settings.items():
-            if now[name] != value:
-                raise ValueError(
-                    f"the checkpoint was written within an epoch with {name}={value}, and this loader has {now[name]}: "
-                    "its batches would be others. Resume with the same, or from a checkpoint of an epoch's end"
-                )
+        feed = CollateProcess(job) if self.config.num_workers else RankData(job)
+        return LeaderFeed(feed, channel) if channel is not None else feed
 
     def _ranks(self) -> tuple[int, int]:
         rank, world_size = self._given_ranks or current_rank()
-        check_shard(len(self.dataset), rank=rank, world_size=world_size)
+        self._check_shard(rank, world_size)
         return rank, world_size
+
+    def _check_shard(self, rank: int, world_size: int) -> None:
+        # Of a stream nobody knows whether it has a sample for each rank.
+        check_shard(world_size if self._num_samples is None else self._num_samples, rank=rank, world_size=world_size)
+
+
+def _count_samples(dataset: Any, config: LoaderConfig) -> int | None:
+    """Samples that an epoch draws; None for an iterable dataset.
+
+    Raises:
+        ValueError: for a dataset of neither kind, or a setting that an iterable one cannot have.
+    """
+    # An IterableDataset has a __getitem__ that raises, and may have a length, which is then a guess.
+    if not isinstance(dataset, torch.utils.data.IterableDataset) and hasattr(dataset, "__getitem__"):
+        if hasattr(dataset, "__len__"):
+            return samples_drawn(len(dataset), config.max_samples)
+    elif hasattr(dataset, "__iter__"):
+        if config.mode == "non_join":
+            raise ValueError("mode='non_join' needs a map-style dataset: what a rank has left of a stream cannot be dealt")
+        return None
+    raise ValueError(
+        f"ODBLoader needs a map-style dataset, with __getitem__ and __len__, or an iterable one, with __iter__; got a "
+        f"{type(dataset).__name__}"
+    )

@@ -6,37 +6,42 @@ goes out as messages, so that real and simulated ranks run the same code.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from odb_libra_lightning.odb.alignment import align_groups, group_target
-from odb_libra_lightning.odb.exchange import Exchange, gather
+from odb_libra_lightning.odb.cost import TokenCost
+from odb_libra_lightning.odb.exchange import Exchange, Message, gather
 from odb_libra_lightning.odb.grouping import group_by_budget
+from odb_libra_lightning.odb.ledger import Views
 from odb_libra_lightning.odb.reader import Sample
 
 FINISHED = -1
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """What a rank says of itself in a round.
+class RankReport(NamedTuple):
+    """What a rank says of itself in a round; all ranks' reports are the rows of `GroupingRound.reports`.
 
     Attributes:
         status: number of candidate groups; 0 for not enough data yet; `FINISHED` for nothing left.
         free_slots: batches that the rank can take.
         groupable: samples that its candidate groups hold.
-        buffered: samples in its buffer.
-        remaining: views still in its sampler.
-        outstanding: views fetched and not emitted, in the workers or in the buffer.
+        buffered: samples in its buffer (`B`).
+        in_sampler: views still in its sampler (`R`).
+        in_workers: views fetched and not in the buffer (`Q`).
+        dropped: samples that a policy dropped since the last report.
     """
 
     status: int
     free_slots: int
     groupable: int
     buffered: int
-    remaining: int
-    outstanding: int
+    in_sampler: int
+    in_workers: int
+    dropped: int
 
 
 @dataclass(frozen=True)
@@ -47,51 +52,82 @@ class GroupingRound:
         number: number of the round, from 0.
         steps: training steps that every rank takes in the round; 0 for a skipped one.
         groups: this rank's groups in the order of the steps; empty where it has no data left.
-        finished: whether every rank is through, which ends the epoch.
-        reports: what each rank said.
+        reports: what each rank said, int64 `[W, len(RankReport._fields)]`.
+        dropped: views of all ranks that a policy has dropped.
+        emitted: views of all ranks in each of the steps.
     """
 
     number: int
     steps: int
     groups: list[list[Sample]]
-    finished: bool
-    reports: list[RankReport]
+    reports: Message
+    dropped: Views
+    emitted: list[Views]
+
+    def column(self, name: str) -> Message:
+        """One field of all ranks' reports, `[W]`."""
+        column: Message = self.reports[:, RankReport._fields.index(name)]
+        return column
+
+    @property
+    def potential(self) -> int:
+        """Views of all ranks that were not emitted when the round began, `R + Q + B`; it falls in every round with steps."""
+        return int(sum(self.column(name).sum() for name in ("in_sampler", "in_workers", "buffered")))
+
+    @property
+    def finished(self) -> Message:
+        """Whether each rank is through, `[W]`."""
+        finished: Message = self.column("status") == FINISHED
+        return finished
 
 
 class RankProtocol:
     """The buffer of one rank, and the rounds that empty it.
 
-    Guarantee (`join`): every sample that is put in comes out in exactly one group; every rank takes the same
-    number of steps; the epoch ends only when no rank has a sample left anywhere.
+    Guarantee: every sample that is put in comes out in exactly one group, as long as rounds are played until all
+    ranks are finished; every rank takes the same number of steps; no rank is finished while it has a sample anywhere.
+
+    Args:
+        l_max: budget of a batch, tokens.
+        cost: what a batch costs of it.
+        order_seed: seed of the order of a round's groups, the same on every rank.
+        observed: whether to learn which views the other ranks emit. Only simulations of very many ranks do without.
 
     Attributes:
         buffer: realized samples in order of arrival.
         rounds: rounds played so far.
     """
 
-    def __init__(self, *, l_max: int, seed: int, epoch: int) -> None:
+    def __init__(self, *, l_max: int, cost: TokenCost, order_seed: Sequence[int], observed: bool = True) -> None:
         self._l_max = l_max
-        self._order_seed = [seed, epoch]
+        self._cost = cost
+        self._order_seed = order_seed
+        self._observed = observed
+        self._dropped: list[int] = []
         self.rounds = 0
         self.buffer: list[Sample] = []
 
     def add(self, samples: list[Sample]) -> None:
-        """Put realized samples into the buffer."""
-        self.buffer.extend(samples)
+        """Put realized samples into the buffer, but for those that a policy drops."""
+        self.buffer.extend(sample for sample in samples if not sample.dropped)
+        self._dropped.extend(sample.view for sample in samples if sample.dropped)
 
     def play_round(
-        self, *, remaining: int, in_workers: int, free_slots: int, failure: str | None = None
+        self, *, in_sampler: int, in_workers: int, free_slots: int, failure: str | None = None
     ) -> Exchange[GroupingRound]:
         """Group the buffer, exchange reports, align, and take the groups out of the buffer.
 
+        A second exchange, of the views that leave the buffers, follows if the reports say that there are any: so all
+        ranks make it or none does.
+
         Args:
-            remaining: views still in this rank's sampler.
+            in_sampler: views still in this rank's sampler.
             in_workers: views fetched and not yet in the buffer.
             free_slots: batches that the rank can take now.
             failure: what went wrong on this rank, if anything did; every rank then raises it.
         """
-        groups, tail = group_by_budget([sample.length for sample in self.buffer], self._l_max)
-        exhausted = remaining == 0 and in_workers == 0
+        groups, tail = group_by_budget([sample.length for sample in self.buffer], self._l_max, cost=self._cost)
+        exhausted = in_sampler == 0 and in_workers == 0
         if exhausted and tail:
             groups.append(tail)
         report = RankReport(
@@ -99,16 +135,25 @@ class RankProtocol:
             free_slots=free_slots,
             groupable=sum(map(len, groups)),
             buffered=len(self.buffer),
-            remaining=remaining,
-            outstanding=in_workers + len(self.buffer),
+            in_sampler=in_sampler,
+            in_workers=in_workers,
+            dropped=len(self._dropped),
         )
-        gathered = yield from gather(astuple(report), failure=failure)
-        reports = [RankReport(*row) for row in gathered.tolist()]
+        reports = yield from gather(report, failure=failure)
         number, self.rounds = self.rounds, self.rounds + 1
-        steps = _steps(reports)
+        by_field = dict(zip(RankReport._fields, reports.T.tolist(), strict=True))
+        steps = _steps(by_field["status"], by_field["free_slots"], by_field["groupable"])
         taken = self._take(align_groups(groups, steps)[0], number) if groups and steps else []
-        finished = all(r.status == FINISHED for r in reports)
-        return GroupingRound(number, steps, taken, finished, reports)
+        dropped, emitted = np.empty(0, np.int64), [np.empty(0, np.int64)] * steps
+        if steps or any(by_field["dropped"]):
+            # A rank emits no more than its candidate groups hold, so all know how long the longest message can be.
+            views = max(map(sum, zip(by_field["dropped"], by_field["groupable"], strict=True)))
+            row = _packed([self._dropped, *([s.view for s in group] for group in taken)], lists=steps + 1, views=views)
+            everyone = yield from gather(row)
+            if self._observed:
+                dropped, *emitted = _unpacked(everyone, lists=steps + 1, views=views)
+            self._dropped = []
+        return GroupingRound(number, steps, taken, reports, dropped, emitted)
 
     def _take(self, groups: list[list[int]], number: int) -> list[list[Sample]]:
         """Groups of samples in the order of the steps, which all ranks share; they leave the buffer."""
@@ -119,15 +164,27 @@ class RankProtocol:
         return taken
 
 
-def _steps(reports: list[RankReport]) -> int:
+def _steps(statuses: list[int], free_slots: list[int], groupable: list[int]) -> int:
     """Steps of the round: the alignment target, or 0 where a rank must fetch or drain first."""
-    waiting = any(report.status == 0 for report in reports)
-    blocked = any(report.free_slots == 0 for report in reports)
-    anyone_finished = any(report.status == FINISHED for report in reports)
-    if waiting or (blocked and not anyone_finished):
+    if 0 in statuses or (0 in free_slots and FINISHED not in statuses):
         return 0
-    return group_target(
-        [max(report.status, 0) for report in reports],
-        [report.free_slots for report in reports],
-        [report.groupable for report in reports],
-    )
+    return group_target([max(status, 0) for status in statuses], free_slots, groupable)
+
+
+def _packed(lists_of_views: list[list[int]], *, lists: int, views: int) -> list[int]:
+    """Lists of views as one row: how long each is, then all views, two 32-bit numbers to a word."""
+    sizes = [len(part) for part in lists_of_views]
+    numbers = np.zeros(lists + views + (lists + views) % 2, np.int32)
+    numbers[: len(sizes)] = sizes
+    numbers[lists : lists + sum(sizes)] = [view for part in lists_of_views for view in part]
+    return numbers.view(np.int64).tolist()
+
+
+def _unpacked(rows: Message, *, lists: int, views: int) -> list[Views]:
+    """For each of the lists, the views of all ranks in it."""
+    numbers = np.ascontiguousarray(rows).view(np.int32)
+    sizes, columns = numbers[:, :lists], numbers[:, lists : lists + views]
+    sent = columns[np.arange(views) < sizes.sum(axis=1, keepdims=True)]
+    labels = np.repeat(np.tile(np.arange(lists), len(rows)), sizes.ravel())
+    by_list = sent[np.argsort(labels, kind="stable")].astype(np.int64)
+    return np.split(by_list, np.cumsum(sizes.sum(axis=0))[:-1])

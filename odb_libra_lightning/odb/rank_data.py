@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from odb_libra_lightning.odb.config import LoaderConfig
-from odb_libra_lightning.odb.epoch import RankEpoch, Step
+from odb_libra_lightning.odb.epoch import EpochStart, RankEpoch
+from odb_libra_lightning.odb.ledger import open_ledger
 from odb_libra_lightning.odb.rendezvous import ControlGroup
 from odb_libra_lightning.odb.source import SampleSource
+from odb_libra_lightning.odb.steps import Step
 from odb_libra_lightning.odb.transport import LocalTransport, MeteredTransport, Transport, drive
 
 
@@ -18,7 +20,8 @@ class RankJob:
     """What a process needs to produce one rank's batches; it pickles if dataset and `collate_fn` do.
 
     Attributes:
-        dataset: the user's map-style dataset.
+        dataset: the user's dataset.
+        num_samples: samples that an epoch draws; None for an iterable dataset.
         collate_fn: makes a batch of a list of samples.
         config: settings.
         rank: this rank.
@@ -27,6 +30,7 @@ class RankJob:
     """
 
     dataset: Any
+    num_samples: int | None
     collate_fn: Callable[[list[Any]], Any]
     config: LoaderConfig
     rank: int
@@ -40,27 +44,25 @@ class RankData:
     def __init__(self, job: RankJob) -> None:
         self._job = job
         self._transport: Transport = job.control.join() if job.control else LocalTransport()
-        self._source = SampleSource(job.dataset, job.config, rank=job.rank, world_size=job.world_size)
+        self._source = SampleSource(job.dataset, job.config, rank=job.rank)
 
-    def steps(self, epoch: int, accumulation: int, *, has_room: Callable[[], bool] = lambda: True) -> Iterator[Step]:
+    def steps(self, start: EpochStart, *, has_room: Callable[[], bool] = lambda: True) -> Iterator[Step]:
         """Steps of one epoch.
 
         Args:
-            epoch: number of the epoch, from 0.
-            accumulation: micro-batches of a full accumulation window.
+            start: how the pass begins.
             has_room: whether there is room for more steps; may wait a while for it.
 
         Raises:
             ODBError: the same on every rank, when any rank cannot go on.
         """
         job = self._job
-        self._source.start(epoch)
         rank_epoch = RankEpoch(
             rank=job.rank,
-            world_size=job.world_size,
-            epoch=epoch,
-            accumulation=accumulation,
-            num_samples=len(job.dataset),
+            start=start,
+            ledger=open_ledger(
+                job.num_samples, world_size=job.world_size, mode=job.config.mode, epoch=start.epoch, state=start.state
+            ),
             config=job.config,
             source=self._source,
             collate_fn=job.collate_fn,
@@ -68,4 +70,4 @@ class RankData:
         metered = MeteredTransport(self._transport)
         for step in drive(rank_epoch.run(), metered, has_room=has_room):
             info = replace(step.info, exchange_s=metered.seconds, exchange_bytes=metered.bytes)
-            yield Step(info, step.payload)
+            yield replace(step, info=info)

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import traceback
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from odb_libra_lightning.odb.config import LoaderConfig
 from odb_libra_lightning.odb.lengths import realized_length
 from odb_libra_lightning.odb.wire import to_bytes
 
 
+class Draw(NamedTuple):
+    """One view to read.
+
+    Attributes:
+        view: number of the view within the epoch.
+        identity: dataset index of its sample.
+        epoch: number of the epoch, from 0.
+    """
+
+    view: int
+    identity: int
+    epoch: int
+
+
 class Sample(NamedTuple):
     """A realized sample on its way to a batch.
 
     Attributes:
-        identity: its dataset index.
+        view: number of the view within the epoch.
+        identity: its dataset index; for an iterable dataset, its place in the stream.
         length: realized length, tokens; 0 for a sample that a policy drops.
         payload: the sample itself, as bytes; empty for a dropped one.
     """
 
+    view: int
     identity: int
     length: int
     payload: bytes
@@ -42,36 +65,147 @@ class SampleReader(Dataset["Sample | Failure"]):
     """A map-style dataset of realized samples over the user's own.
 
     It returns failures instead of raising them, so that the sentence and the traceback reach every rank as
-    they were written, not wrapped by each process on the way.
+    they were written, not wrapped by each process on the way. The global random generators are seeded for each sample,
+    so that its augmentation does not depend on which worker reads it, nor on what was read before.
     """
 
     def __init__(self, dataset: Any, config: LoaderConfig) -> None:
         self.dataset = dataset
         self.config = config
 
-    def __getitem__(self, index: int) -> Sample | Failure:
+    def __getitem__(self, draw: Draw) -> Sample | Failure:
         """Read one sample, and apply the policies for empty and oversize ones."""
-        config = self.config
         try:
-            sample = self.dataset[index]
-            length = int((config.length_fn or realized_length)(sample))
+            with _Randomness(self.config.seed, draw.epoch, draw.identity):
+                sample = self.dataset[draw.identity]
         except Exception as error:
-            return Failure(f"sample {index}: {type(error).__name__}: {error}", traceback.format_exc())
-        if length < 0:
-            return Failure(f"sample {index} has a length of {length}: length_fn must return tokens, 0 or more", "")
-        if length == 0:
-            if config.empty == "drop":
-                return Sample(index, 0, b"")
-            return Failure(f"sample {index} is empty (length {length}): remove it, or pass empty='drop'", "")
-        if length > config.l_max and config.oversize == "drop":
-            return Sample(index, 0, b"")
-        if length > config.l_max and config.oversize == "error":
-            return Failure(
-                f"sample {index} has {length} tokens, over l_max={config.l_max}: shorten it, raise l_max, "
-                "or pass oversize='keep' or 'drop'",
-                "",
-            )
-        try:
-            return Sample(index, length, to_bytes(sample))
-        except Exception as error:
-            return Failure(f"sample {index} cannot be pickled: {error}", traceback.format_exc())
+            return _failure(draw.identity, error)
+        return realize(sample, view=draw.view, identity=draw.identity, config=self.config)
+
+
+class StreamReader(IterableDataset["Sample | Failure"]):
+    """One rank's part of an iterable dataset, shared out over its data workers.
+
+    Each worker of each rank goes through the whole stream and keeps every so-many-th sample, so that nothing is lost
+    or repeated whatever the dataset makes of ranks and workers, which it is not told of. The price is that every worker
+    reads everything. A dataset that shares itself out (`stream_sharding="dataset"`) is spared that: what a worker of it
+    yields is all that worker's.
+
+    Args:
+        dataset: the user's.
+        config: settings.
+        rank: this rank.
+        world_size: number of data-parallel ranks.
+        epoch: number of the epoch, from 0.
+        done: whether each place of the stream is done, bool `[n]`; those are left out.
+    """
+
+    def __init__(
+        self, dataset: Any, config: LoaderConfig, *, rank: int, world_size: int, epoch: int, done: npt.NDArray[np.bool_]
+    ) -> None:
+        self._dataset = dataset
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._epoch = epoch
+        self._done = done
+
+    def __iter__(self) -> Iterator[Sample | Failure]:
+        """Samples in the order of the stream."""
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        mine, parts = self._rank + self._world_size * worker, self._world_size * workers
+        by_dataset = self._config.stream_sharding == "dataset"
+        # What is random in the order of the stream comes out the same in every worker.
+        randomness = _Randomness(self._config.seed, self._epoch, *((mine,) if by_dataset else ()))
+        if not by_dataset:
+            torch_worker._worker_info = None
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self._epoch)
+        stream: Iterator[Any] | None = None
+        for number in itertools.count():
+            place = number * parts + mine if by_dataset else number
+            if self._config.max_samples is not None and place >= self._config.max_samples:
+                return
+            try:
+                with randomness:
+                    stream = stream or iter(self._dataset)
+                    sample = next(stream)
+            except StopIteration:
+                return
+            except Exception as error:
+                yield _failure(place, error)
+                return
+            if place % parts == mine and not (place < len(self._done) and self._done[place]):
+                yield realize(sample, view=place, identity=place, config=self._config)
+
+
+def realize(sample: Any, *, view: int, identity: int, config: LoaderConfig) -> Sample | Failure:
+    """Learn a sample's length, apply the policies, and make it ready to travel."""
+    try:
+        length = int((config.length_fn or realized_length)(sample))
+    except Exception as error:
+        return _failure(identity, error)
+    if length < 0:
+        return Failure(f"sample {identity} has a length of {length}: length_fn must return tokens, 0 or more", "")
+    if length == 0:
+        if config.empty == "drop":
+            return Sample(view, identity, 0, b"")
+        return Failure(f"sample {identity} is empty (length {length}): remove it, or pass empty='drop'", "")
+    if config.oversize != "keep" and config.token_cost.exceeds(length, config.l_max):
+        if config.oversize == "drop":
+            return Sample(view, identity, 0, b"")
+        costs = "" if config.cost == "linear" else f", which cost {float(config.token_cost.of(1, length)):,.0f}"
+        return Failure(
+            f"sample {identity} has {length} tokens{costs}, over l_max={config.l_max}: shorten it, raise l_max, "
+            "or pass oversize='keep' or 'drop'",
+            "",
+        )
+    try:
+        return Sample(view, identity, length, to_bytes(sample))
+    except Exception as error:
+        return Failure(f"sample {identity} cannot be pickled: {error}", traceback.format_exc())
+
+
+def _failure(identity: int, error: Exception) -> Failure:
+    return Failure(f"sample {identity}: {type(error).__name__}: {error}", traceback.format_exc())
+
+
+class _Randomness:
+    """A state of the global random generators of its own, in force within `with`.
+
+    In a data worker nothing else draws from them, so it is left there; the trainer's is put back.
+    """
+
+    def __init__(self, *seed: int) -> None:
+        words = np.random.SeedSequence(seed).generate_state(4)
+        self._words: npt.NDArray[np.uint32] | None = words
+        self._swaps = get_worker_info() is None
+        self._states: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        if self._swaps:
+            outer, mine = _states(), self._states
+            self._states = outer
+            if mine:
+                _set_states(mine)
+        if self._words is not None:
+            words, self._words = self._words, None
+            random.seed(words.tobytes())
+            np.random.seed(words)
+            torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
+
+    def __exit__(self, *exception: object) -> None:
+        if self._swaps:
+            outer, self._states = self._states, _states()
+            _set_states(outer)
+
+
+def _states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])

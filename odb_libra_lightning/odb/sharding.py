@@ -1,4 +1,9 @@
-"""Which sample each rank draws, and in which order: a pure rule of rank, world size, seed and epoch."""
+"""Which sample each rank draws, and in which order: pure rules of world size, seed and epoch.
+
+An epoch puts the samples in an *order* and deals that order out to the ranks in turn. A *view* is one draw: view `v`
+below the number of samples is the sample at position `v` of the order; the few views above it are the repeats that
+make the ranks' shares equal.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,16 @@ import numpy.typing as npt
 
 from odb_libra_lightning.odb.errors import ShardError
 
-
-def views_per_rank(num_samples: int, world_size: int) -> int:
-    """Views `q = ceil(num_samples / world_size)` that each rank draws in an epoch."""
-    return -(-num_samples // world_size)
+# Views travel between ranks as 32-bit numbers.
+_MOST_SAMPLES = 2**31 - 2**20
 
 
 def check_shard(num_samples: int, *, rank: int, world_size: int) -> None:
     """Refuse a dataset that cannot be shared out.
 
     Raises:
-        ShardError: a ValueError, if the dataset is empty or has fewer samples than there are ranks, or the rank is
-            out of range.
+        ShardError: a ValueError, if the dataset is empty, has fewer samples than there are ranks or more than can be
+            numbered, or the rank is out of range.
     """
     if not 0 <= rank < world_size:
         raise ShardError(f"rank must lie in 0..{world_size - 1}, got {rank}")
@@ -29,32 +32,32 @@ def check_shard(num_samples: int, *, rank: int, world_size: int) -> None:
             f"the training dataset has {num_samples} sample{'s' * (num_samples > 1)} for {world_size} ranks: "
             "each rank needs one; add samples or train on fewer devices"
         )
+    if num_samples > _MOST_SAMPLES:
+        raise ShardError(
+            f"the training dataset has {num_samples} samples, and an epoch can have {_MOST_SAMPLES}: pass max_samples, "
+            "or give an iterable dataset"
+        )
 
 
-def rank_views(
-    num_samples: int, *, rank: int, world_size: int, epoch: int, seed: int, shuffle: bool = True
+def samples_drawn(num_samples: int, max_samples: int | None) -> int:
+    """Samples of an epoch: the dataset's, or the cap where that is smaller."""
+    return num_samples if max_samples is None else min(num_samples, max_samples)
+
+
+def epoch_order(
+    num_samples: int, *, epoch: int, seed: int, shuffle: bool = True, max_samples: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """Dataset indices that one rank draws in one epoch.
-
-    Guarantee: over all ranks every index is drawn once, and `world_size * q - num_samples` of them once
-    more, so that each rank draws the same number `q`. Price: those few repeats (fewer than `world_size`).
-    The order depends on `(seed, epoch)` alone and is new in each epoch, so that ranks agree without talking.
+    """Dataset indices in the order of one epoch, the same on every rank.
 
     Args:
-        num_samples: samples in the dataset, at least `world_size`.
-        rank: this rank, `0 <= rank < world_size`.
-        world_size: number of data-parallel ranks.
+        num_samples: samples in the dataset.
         epoch: number of the epoch, from 0.
-        seed: seed of the order, the same on every rank.
+        seed: seed of the order.
         shuffle: False keeps the dataset's order.
+        max_samples: samples to draw in an epoch, the first of the order; None draws all.
 
     Returns:
-        Indices, int64, shape `[q]`.
-
-    Raises:
-        ShardError: as `check_shard` does.
+        int64 `[M]`, `M` as `samples_drawn` says.
     """
-    check_shard(num_samples, rank=rank, world_size=world_size)
     order = np.random.default_rng([seed, epoch]).permutation(num_samples) if shuffle else np.arange(num_samples)
-    padding = views_per_rank(num_samples, world_size) * world_size - num_samples
-    return np.concatenate([order, order[:padding]])[rank::world_size].astype(np.int64)
+    return order[: samples_drawn(num_samples, max_samples)].astype(np.int64)

@@ -11,90 +11,125 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from odb_libra_lightning.odb.config import LoaderConfig
 from odb_libra_lightning.odb.errors import SampleError
+from odb_libra_lightning.odb.ledger import EpochLedger, StreamLedger
 from odb_libra_lightning.odb.lifetime import end_with_parent
-from odb_libra_lightning.odb.reader import Failure, Sample, SampleReader
-from odb_libra_lightning.odb.sharding import rank_views, views_per_rank
+from odb_libra_lightning.odb.reader import Draw, Failure, Sample, SampleReader, StreamReader
+from odb_libra_lightning.odb.sharding import epoch_order
 
 # Samples that a worker reads for one message: enough to hide the cost of a message, few enough that a slow
 # dataset does not hold up the first batch.
 _CHUNK = 16
 # Seconds after which a wait for the workers looks whether they are alive.
-_CHECK_S = 5.0
+_CHECK_S = 2.0
 
 
 class SampleSource:
-    """Draws one rank's views of a map-style dataset, in order, through the data workers.
+    """Draws one rank's samples, in order, through the data workers.
 
     While a round is grouped and collated the workers already read the next buffer.
 
+    Args:
+        dataset: the user's.
+        config: settings.
+        rank: this rank.
+
     Attributes:
-        in_sampler: views of this epoch that no worker has been asked for (`R`).
-        in_workers: views asked for and not yet taken (`Q`).
+        in_sampler: views of this deal that no worker has been asked for (`R`); of a stream, 1 until it ends.
+        in_workers: views asked for and not yet taken (`Q`); of a stream 0, since nobody knows.
     """
 
-    def __init__(self, dataset: Any, config: LoaderConfig, *, rank: int, world_size: int) -> None:
-        self._num_samples = len(dataset)
+    def __init__(self, dataset: Any, config: LoaderConfig, *, rank: int) -> None:
+        self._dataset = dataset
         self._config = config
         self._rank = rank
-        self._world_size = world_size
-        self._views = _Chunks()
         self._ready: deque[Sample | Failure] = deque()
         self._chunks: Iterator[list[Sample | Failure]] = iter(())
-        self.taken = 0
         # Less than other ranks wait for this one, so that its own error is the one to be read.
         self._patience = 0.75 * config.timeout
-        workers = config.num_workers
-        share = -(-min(views_per_rank(self._num_samples, world_size), config.buffer_size) // max(workers, 1))
-        self._views.size = min(_CHUNK, share)
-        self._loader: DataLoader[Sample | Failure] = DataLoader(
-            SampleReader(dataset, config),
-            batch_sampler=self._views,
-            num_workers=workers,
-            collate_fn=list,
-            generator=torch.Generator(),
-            worker_init_fn=_WorkerStart(config),
-            multiprocessing_context=config.start_method if workers else None,
-            prefetch_factor=-(-(config.prefetch_factor or share) // self._views.size) if workers else None,
-            persistent_workers=config.persistent_workers and workers > 0,
-            timeout=min(_CHECK_S, self._patience) if workers else 0,
-        )
+        self._indexed: tuple[_Chunks, DataLoader[Sample | Failure]] | None = None
+        self._in_sampler = 0
 
-    def start(self, epoch: int) -> None:
-        """Begin an epoch: a new order, and new random seeds for workers that start with it."""
-        self._views.indices = rank_views(
-            self._num_samples,
-            rank=self._rank,
-            world_size=self._world_size,
-            epoch=epoch,
-            seed=self._config.seed,
-            shuffle=self._config.shuffle,
-        )
-        self._views.drawn = self.taken = 0
+    def start(self, ledger: EpochLedger | StreamLedger) -> None:
+        """Begin to draw what an epoch's ledger leaves to this rank; what was drawn and not taken is forgotten."""
         self._ready.clear()
-        seeds = np.random.SeedSequence([self._config.seed, epoch, self._rank])
-        self._loader.generator.manual_seed(int(seeds.generate_state(1)[0]))
-        self._chunks = iter(self._loader)
+        self._chunks = iter(())  # workers of an earlier deal end before others begin
+        loader = self._stream(ledger) if isinstance(ledger, StreamLedger) else self._of_views(ledger)
+        seeds = np.random.SeedSequence([self._config.seed, ledger.epoch, self._rank])
+        loader.generator.manual_seed(int(seeds.generate_state(1)[0]))
+        self._chunks = iter(loader)
         if self._config.num_workers:
             # torch raises from a signal handler when a worker dies, wherever the main thread is then. Without it the
             # death is noticed in `take`, where a failure can be told to all ranks.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
+    def _of_views(self, ledger: EpochLedger) -> DataLoader[Sample | Failure]:
+        config = self._config
+        views = ledger.share(self._rank)
+        if self._indexed is None:
+            chunks = _Chunks(min(_CHUNK, self._share_of_a_worker(-(-len(ledger.views) // ledger.world_size))))
+            self._indexed = chunks, self._loader(SampleReader(self._dataset, config), chunks.size, batch_sampler=chunks)
+        chunks, loader = self._indexed
+        order = epoch_order(
+            len(self._dataset),
+            epoch=ledger.epoch,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            max_samples=config.max_samples,
+        )
+        chunks.begin(views, order[ledger.positions(views)], ledger.epoch)
+        return loader
+
+    def _stream(self, ledger: StreamLedger) -> DataLoader[Sample | Failure]:
+        self._in_sampler = 1
+        reader = StreamReader(
+            self._dataset,
+            self._config,
+            rank=self._rank,
+            world_size=ledger.world_size,
+            epoch=ledger.epoch,
+            done=ledger.done(),
+        )
+        size = min(_CHUNK, self._share_of_a_worker(self._config.buffer_size))
+        return self._loader(reader, size, batch_size=size, drop_last=False)
+
+    def _share_of_a_worker(self, views: int) -> int:
+        """Samples that a worker keeps ready: all together one buffer."""
+        return -(-min(max(views, 1), self._config.buffer_size) // max(self._config.num_workers, 1))
+
+    def _loader(self, reader: Any, chunk: int, **sampling: Any) -> DataLoader[Sample | Failure]:
+        config = self._config
+        workers = config.num_workers
+        ready = config.prefetch_factor or self._share_of_a_worker(config.buffer_size)
+        return DataLoader(
+            reader,
+            num_workers=workers,
+            collate_fn=list,
+            generator=torch.Generator(),
+            worker_init_fn=_WorkerStart(config),
+            multiprocessing_context=config.start_method if workers else None,
+            prefetch_factor=-(-ready // chunk) if workers else None,
+            # The reader of a stream belongs to one epoch.
+            persistent_workers=config.persistent_workers and workers > 0 and not isinstance(reader, IterableDataset),
+            timeout=min(_CHECK_S, self._patience) if workers else 0,
+            **sampling,
+        )
+
     @property
     def in_sampler(self) -> int:
-        """Views of this epoch that no worker has been asked for."""
-        return len(self._views.indices) - self._views.drawn
+        """Views of this deal that no worker has been asked for; of a stream, 1 until it ends."""
+        return self._indexed[0].left if self._indexed else self._in_sampler
 
     @property
     def in_workers(self) -> int:
-        """Views asked for and not yet taken."""
-        return self._views.drawn - self.taken
+        """Views asked for and not yet taken; of a stream 0, since nobody knows."""
+        return self._indexed[0].out if self._indexed else 0
 
     def take(self, count: int) -> list[Sample]:
-        """Next samples in the order of the views; fewer than asked for only at the epoch's end.
+        """Next samples in the order of the views; fewer than asked for only at the end.
 
         Raises:
             SampleError: for the first of them that cannot be used.
@@ -104,10 +139,12 @@ class SampleSource:
             if not self._ready:
                 chunk = self._next_chunk()
                 if chunk is None:
+                    self._in_sampler = 0
                     break
                 self._ready.extend(chunk)
             sample = self._ready.popleft()
-            self.taken += 1
+            if self._indexed:
+                self._indexed[0].out -= 1
             if isinstance(sample, Failure):
                 raise SampleError(*sample)
             taken.append(sample)
@@ -129,18 +166,32 @@ class SampleSource:
 
 
 class _Chunks:
-    """A batch sampler that counts what it has handed out."""
+    """A batch sampler of draws that counts what it has handed out."""
 
-    def __init__(self) -> None:
-        self.indices: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self.size = 1
-        self.drawn = 0
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.out = 0
+        self._drawn = 0
+        self._epoch = 0
+        self._views: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._identities = self._views
 
-    def __iter__(self) -> Iterator[list[int]]:
-        while self.drawn < len(self.indices):
-            chunk = self.indices[self.drawn : self.drawn + self.size].tolist()
-            self.drawn += len(chunk)
-            yield chunk
+    def begin(self, views: npt.NDArray[np.int64], identities: npt.NDArray[np.int64], epoch: int) -> None:
+        self._views, self._identities, self._epoch = views, identities, epoch
+        self._drawn = self.out = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._views) - self._drawn
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        views, identities = self._views, self._identities  # a sampler of an earlier deal hands out nothing of this one
+        while self._views is views and self._drawn < len(views):
+            chunk = slice(self._drawn, self._drawn + self.size)
+            draws = [Draw(v, i, self._epoch) for v, i in zip(views[chunk].tolist(), identities[chunk].tolist(), strict=True)]
+            self._drawn += len(draws)
+            self.out += len(draws)
+            yield draws
 
 
 class _WorkerStart:

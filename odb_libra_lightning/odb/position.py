@@ -1,0 +1,168 @@
+"""Where training stands in its epochs: what has been given out, what of it is trained on, and where the next pass begins."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from odb_libra_lightning.odb.account import EpochAccount
+from odb_libra_lightning.odb.batch_info import BatchInfo
+from odb_libra_lightning.odb.epoch import EpochStart
+from odb_libra_lightning.odb.ledger import EpochLedger, StreamLedger, Views, open_ledger
+
+
+class Position:
+    """The position of one loader, the same on every rank.
+
+    Batches that are given out wait here until they are trained on (`settle`), and then enter the epoch's ledger.
+
+    Args:
+        num_samples: samples that an epoch draws; None for an iterable dataset.
+        mode: `"join"` or `"non_join"`.
+        order: what the order of an epoch follows from; a state within an epoch is good for the same only.
+    """
+
+    def __init__(self, num_samples: int | None, mode: str, order: dict[str, Any]) -> None:
+        self._num_samples = num_samples
+        self._mode = mode
+        self._order = order
+        self._epoch = 0
+        self._ledger: EpochLedger | StreamLedger | None = None  # of the epoch that is under way; None before it is
+        self._loaded: dict[str, Any] | None = None  # a state that no pass has gone on from yet
+        self._next_step: int | None = None  # by which number a trainer calls the batch after the loaded state
+        self._given: deque[tuple[BatchInfo, Views]] = deque()  # and not trained on
+        self._ended = False  # whether the last pass came to its end
+        self._deals: list[int] = []  # what each ended deal of the epoch had left
+        self._last: BatchInfo | None = None
+        self._account: EpochAccount | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch with the next pass, unless that is within it already."""
+        if epoch != self._epoch:
+            self._begin_epoch(epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._ledger, self._loaded = epoch, None, None
+        self._next_step = None
+        self._given.clear()
+        self._deals, self._last = [], None
+
+    def begin(self, world_size: int, *, carry_on: bool, accumulation: int, limit: int | None) -> EpochStart:
+        """Begin a pass.
+
+        Args:
+            world_size: number of data-parallel ranks.
+            carry_on: whether a pass goes on with an epoch that was broken off; otherwise only one that follows a
+                `load_state_dict` does.
+            accumulation: micro-batches of an accumulation window.
+            limit: number of the step at which the trainer ends the epoch.
+        """
+        if self._ledger is not None and not carry_on and self._loaded is None:
+            self._begin_epoch(self._epoch + 1)
+        state = self._loaded
+        if state is None and self._ledger is not None and self._ledger.done_views:
+            state = self._ledger.state_dict()
+        # As long as nothing is trained on, another pass begins where this one does.
+        first_step = (self._next_step or 0) if carry_on or state is None else state["steps"]
+        self._ledger = open_ledger(
+            self._num_samples, world_size=world_size, mode=self._mode, epoch=self._epoch, state=state
+        )
+        self._given.clear()
+        self._ended = False
+        return EpochStart(
+            epoch=self._epoch, accumulation=accumulation, first_step=first_step, limit=limit, state=state
+        )
+
+    def give(self, info: BatchInfo, views: Views) -> None:
+        """A batch is given out."""
+        self._given.append((info, views))
+
+    def settle(self, *, through: int) -> None:
+        """Batches up to this number are trained on: enter them, whole accumulation windows at a time."""
+        full = [i for i, (info, _) in enumerate(self._given) if info.ends_window and info.batch_idx <= through]
+        for _ in range(full[-1] + 1 if full else 0):
+            self._enter(*self._given.popleft())
+        if self._ended and not self._given:
+            self._close_epoch()
+
+    def _enter(self, info: BatchInfo, views: Views) -> None:
+        assert self._ledger is not None
+        if self._last is not None and info.deal > self._last.deal and self._last.samples_total is not None:
+            self._deals.append(self._last.samples_total - self._last.samples_done)
+        self._last = info
+        self._ledger.mark(views)
+        self._ledger.steps = info.batch_idx + 1
+        self._ledger.dropped = info.samples_dropped
+        self._loaded = self._next_step = None
+
+    def end(self, *, settle: bool) -> None:
+        """A pass came to its end; the epoch has once all its batches are trained on."""
+        self._ended = True
+        self.settle(through=self._given[-1][0].batch_idx if settle and self._given else -1)
+
+    def _close_epoch(self) -> None:
+        account = self.account
+        self._begin_epoch(self._epoch + 1)
+        self._ended, self._account = False, account
+
+    @property
+    def account(self) -> EpochAccount | None:
+        """What the epoch under way has covered, or the last one between epochs; None for an iterable dataset."""
+        ledger = self._ledger
+        if not isinstance(ledger, EpochLedger):
+            return self._account
+        return EpochAccount(
+            epoch=self._epoch,
+            samples=ledger.num_samples,
+            emitted=ledger.done_views,
+            identities=ledger.num_samples - ledger.samples_left,
+            deals=len(self._deals) + 1,
+            largest_remainder=max(self._deals, default=0),
+        )
+
+    def samples_per_epoch(self, world_size: int) -> int | None:
+        """Samples that an epoch draws over all ranks, the repeats included."""
+        if self._num_samples is None:
+            return None
+        if isinstance(self._ledger, EpochLedger):
+            return self._ledger.total
+        return self._num_samples + (-self._num_samples % world_size if self._mode == "join" else 0)
+
+    def state_dict(self, *, next_step: int | None) -> dict[str, Any]:
+        """Plain values and tensors of packed bits.
+
+        Args:
+            next_step: by which number a trainer that goes on from here will call the next batch; None for the number
+                within the epoch.
+        """
+        state: dict[str, Any] = {"epoch": self._epoch, "steps": 0}
+        if self._loaded is not None:
+            state = self._loaded
+        elif self._ledger is not None and self._ledger.done_views:
+            state = {**self._ledger.state_dict(), "order": self._order}
+        state = {name: torch.from_numpy(v) if hasattr(v, "dtype") else v for name, v in state.items()}
+        return {**state, "next_step": state["steps"] if next_step is None else next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state with the next pass.
+
+        Raises:
+            ValueError: if it is no state of a loader, or of another dataset or order.
+        """
+        state = {name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
+        if not {"epoch", "steps", "next_step"} <= state.keys():
+            raise ValueError(f"this is no state of an ODBLoader of this version: its keys are {sorted(state)}")
+        for name, value in state.get("order", {}).items():
+            if self._order[name] != value:
+                what = "a dataset of so many samples" if name == "dataset" else name
+                raise ValueError(
+                    f"the checkpoint was written within an epoch with {what}={value}, and this loader has "
+                    f"{self._order[name]}: it would go on with other samples. Resume with the same, or from a "
+                    "checkpoint of an epoch's end"
+                )
+        self._begin_epoch(state["epoch"])
+        self._next_step = state["next_step"]
+        if "order" in state:
+            self._loaded = state
