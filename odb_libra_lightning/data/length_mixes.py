@@ -134,7 +134,7 @@ LENGTH_MIXES: Mapping[str, LengthMix] = MappingProxyType(
                 cv=0.80,
                 f_s=0.37,
                 l_max=12_288,
-                draw=log_normals((0.36, 400, 0.5), (0.64, 6500, 0.345)),
+                draw=log_normals((0.36, 400, 0.5), (0.64, 6500, 0.34)),
             ),
         )
     }
