@@ -1,0 +1,134 @@
+"""Length mixes against their records, and the records against the formulas of the log-normal distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from odb_libra_lightning.data.length_mixes import (
+    LENGTH_MIXES,
+    LengthMix,
+    empirical_lengths,
+    length_mix,
+    log_normals,
+)
+
+PAPER_CV = {"ultrachat": 0.48, "llava": 0.29, "sharegpt4o": 1.00, "mm-mix": 0.80}
+
+
+def exact(pieces: list[tuple[float, float, float]], below: float) -> tuple[float, float, float]:
+    """Mean, CV and share below a length, of a mixture of log-normals."""
+    mean = sum(share * m for share, m, _ in pieces)
+    second = sum(share * m**2 * (1 + cv**2) for share, m, cv in pieces)
+    share_below = 0.0
+    for share, m, cv in pieces:
+        sigma = math.sqrt(math.log(1 + cv**2))
+        z = (math.log(below / m) + sigma**2 / 2) / sigma
+        share_below += share * (1 + math.erf(z / math.sqrt(2))) / 2
+    return mean, math.sqrt(second / mean**2 - 1), share_below
+
+
+def test_the_four_of_the_paper_have_its_figures() -> None:
+    assert {name: LENGTH_MIXES[name].cv for name in PAPER_CV} == PAPER_CV
+    assert LENGTH_MIXES["mm-mix"].f_s == 0.37
+    assert all(name == mix.name and len(mix.source) > 40 for name, mix in LENGTH_MIXES.items())
+
+
+@pytest.mark.parametrize("name", list(LENGTH_MIXES))
+@pytest.mark.parametrize("seed", [0, 1])
+def test_lengths_have_the_mean_cv_and_f_s_of_the_record(name: str, seed: int) -> None:
+    mix = LENGTH_MIXES[name]
+    lengths = length_mix(name, 50_000, seed=seed)
+    assert (lengths.dtype, lengths.shape, lengths.min() >= 1) == (np.int64, (50_000,), True)
+    assert lengths.mean() == pytest.approx(mix.mean, rel=0.02)
+    assert lengths.std() / lengths.mean() == pytest.approx(mix.cv, rel=0.03)
+    assert (lengths < mix.l_max / 4).mean() == pytest.approx(mix.f_s, abs=0.01)
+
+
+@pytest.mark.parametrize("name", list(PAPER_CV))
+def test_records_follow_from_the_formulas(name: str) -> None:
+    mix = LENGTH_MIXES[name]
+    (pieces,) = mix.draw.args  # type: ignore[attr-defined]
+    mean, cv, f_s = exact(pieces, below=mix.l_max / 4)
+    assert mean == pytest.approx(mix.mean, rel=0.001)
+    assert cv == pytest.approx(mix.cv, rel=0.01)
+    assert f_s == pytest.approx(mix.f_s, abs=0.002)
+
+
+def test_mm_mix_has_two_modes() -> None:
+    counts, _ = np.histogram(np.log2(length_mix("mm-mix", 50_000)), bins=np.arange(6, 15, 0.5))
+    peaks = [i for i in range(1, len(counts) - 1) if counts[i - 1] < counts[i] > counts[i + 1]]
+    assert len(peaks) == 2
+    assert counts[peaks[0] : peaks[1]].min() < counts[peaks].min() / 10
+
+
+def test_a_seed_gives_the_same_lengths_and_another_seed_others() -> None:
+    first = length_mix("mm-mix", 1000, seed=3)
+    assert np.array_equal(first, length_mix("mm-mix", 1000, seed=3))
+    assert not np.array_equal(first, length_mix("mm-mix", 1000, seed=4))
+    assert length_mix("llava", 0).shape == (0,)
+
+
+def test_a_mix_of_ones_own_needs_no_registry() -> None:
+    mix = LengthMix(
+        name="halves", source="ours", mean=1.0, cv=0.0, f_s=1.0, l_max=8, draw=lambda rng, size: np.full(size, 0.2)
+    )
+    assert mix.sample(3).tolist() == [1, 1, 1]
+    constant = LengthMix(
+        name="constant", source="ours", mean=7.0, cv=0.0, f_s=0.0, l_max=8, draw=log_normals((1.0, 7.0, 0.0))
+    )
+    assert constant.sample(3).tolist() == [7, 7, 7]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mix.name = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        LENGTH_MIXES["halves"] = mix  # type: ignore[index]
+
+
+def test_registered_mixes_travel_between_processes() -> None:
+    for mix in LENGTH_MIXES.values():
+        copy = pickle.loads(pickle.dumps(mix))
+        assert np.array_equal(copy.sample(10, seed=1), mix.sample(10, seed=1))
+
+
+def test_empirical_lengths_come_from_the_observed_ones(tmp_path: Path) -> None:
+    observed = [3, 5, 5, 5, 9]
+    drawn = empirical_lengths(observed, 10_000, seed=1)
+    values, counts = np.unique(drawn, return_counts=True)
+    assert (drawn.dtype, values.tolist()) == (np.int64, [3, 5, 9])
+    assert np.allclose(counts / 10_000, [0.2, 0.6, 0.2], atol=0.02)
+    (tmp_path / "lengths.txt").write_text("3\n5\n\n5\n 5 \n9\n")
+    np.save(tmp_path / "lengths.npy", np.array(observed, dtype=np.int32))
+    for file in (tmp_path / "lengths.txt", str(tmp_path / "lengths.npy")):
+        assert np.array_equal(empirical_lengths(file, 10_000, seed=1), drawn)
+
+
+def test_what_is_no_list_of_lengths_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("12\n7.5\n")
+    np.save(tmp_path / "objects.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"words.txt, line 2: expected a whole number, got '7.5'"):
+        empirical_lengths(tmp_path / "words.txt", 1)
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        empirical_lengths(tmp_path / "objects.npy", 1)
+    with pytest.raises(ValueError, match=r"observed: length 0 at position 1, expected at least 1 token"):
+        empirical_lengths([4, 0], 1)
+    for bad in ([], [[1, 2]], [1.5]):
+        with pytest.raises(ValueError, match="expected a flat list of whole numbers with at least one"):
+            empirical_lengths(bad, 1)  # type: ignore[arg-type]
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"no length mix is called 'ultra': there are \['llava', 'mm-mix'"):
+        length_mix("ultra", 1)
+    with pytest.raises(ValueError, match="size=-1"):
+        length_mix("llava", -1)
+    with pytest.raises(ValueError, match="size=-1"):
+        empirical_lengths([1], -1)
+    with pytest.raises(ValueError, match=r"the shares \[0.5\] must sum to 1"):
+        log_normals((0.5, 100, 1.0))
+    with pytest.raises(ValueError, match="a piece has a share and a mean above 0"):
+        log_normals((1.0, 0, 1.0))
