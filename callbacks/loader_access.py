@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning as L
 
+from odb_libra_lightning.callbacks.trainer_clock import trainer_clock
 from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.loader import ODBLoader
 
@@ -23,6 +26,25 @@ def training_loader(trainer: L.Trainer) -> ODBLoader:
     return loader
 
 
+def follow_trainer(loader: ODBLoader, trainer: L.Trainer) -> None:
+    """Have a loader count as a trainer does, and be told by it which batches have been trained on."""
+    loader.clock = partial(trainer_clock, trainer)
+    loader.mark_trained(-1)
+
+
 def batch_info(trainer: L.Trainer, batch_idx: int) -> BatchInfo:
-    """Facts about the batch that the trainer is at; it has drawn later ones already."""
-    return training_loader(trainer).info_at(batch_idx)
+    """Facts about the batch that the trainer is at; it has drawn later ones already.
+
+    Raises:
+        RuntimeError: if the loader counts otherwise than the trainer.
+    """
+    loader = training_loader(trainer)
+    try:
+        return loader.info_at(batch_idx)
+    except LookupError as error:
+        raise RuntimeError(
+            f"the trainer is at batch {batch_idx} of its epoch, and the loader has given out others ({error}). It was "
+            "not told where training goes on: the checkpoint has no state of an ODBLoader, or the trainer dropped it, "
+            "as it does for a loader given to fit() where trainer.estimated_stepping_batches is read in "
+            "configure_optimizers; resume with ODBDataModule, or from a checkpoint of an epoch's end"
+        ) from error

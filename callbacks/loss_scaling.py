@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from odb_libra_lightning.callbacks.loader_access import batch_info, training_loader
+from odb_libra_lightning.callbacks.loader_access import batch_info, follow_trainer, training_loader
 from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.loader import ODBLoader
 
@@ -28,6 +28,12 @@ class ZeroWeightSteps(L.Callback):
         self.idle_without_odb = False  # set by the datamodule that adds the callback: other loaders are no mistake then
 
     @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        loader = trainer.fit_loop._data_source.instance
+        if stage == "fit" and isinstance(loader, ODBLoader):  # given to `fit` as it is
+            follow_trainer(loader, trainer)
+
+    @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -35,13 +41,12 @@ class ZeroWeightSteps(L.Callback):
         self._info = None
         if self.idle_without_odb and not isinstance(trainer.train_dataloader, ODBLoader):
             return
-        training_loader(trainer).begin_training_on(batch_idx)
         info = batch_info(trainer, batch_idx)
         if info.accumulation != trainer.accumulate_grad_batches:
             raise RuntimeError(
                 f"the batches are weighted for accumulate_grad_batches={info.accumulation}, and the trainer "
-                f"accumulates {trainer.accumulate_grad_batches}: give ODBLoader accumulation="
-                f"{trainer.accumulate_grad_batches}, or use ODBDataModule, which asks the trainer"
+                f"accumulates {trainer.accumulate_grad_batches}: change it between epochs, by a "
+                "GradientAccumulationScheduler"
             )
         self._info = info
 

@@ -7,14 +7,16 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from typing_extensions import override
 
+from odb_libra_lightning.callbacks.loader_access import follow_trainer
 from odb_libra_lightning.callbacks.loss_scaling import TokenLossScaling, ZeroWeightSteps
+from odb_libra_lightning.callbacks.trainer_clock import epochs_done
 from odb_libra_lightning.data.evaluation import draws_whole, share_out
 from odb_libra_lightning.odb.config import LoaderConfig, takes_settings
 from odb_libra_lightning.odb.loader import ODBLoader
@@ -33,7 +35,7 @@ class ODBDataModule(L.LightningDataModule):
         >>> L.Trainer(strategy="ddp", callbacks=monitoring()).fit(module, datamodule=data)  # doctest: +SKIP
 
     Args:
-        train_dataset: map-style dataset; its samples are of any type.
+        train_dataset: map-style or iterable dataset; its samples are of any type.
         collate_fn: makes a batch of a list of samples; None stacks them.
         l_max: token budget of a training batch on one rank, tokens.
         val_dataset: map-style dataset to validate on, or None.
@@ -69,6 +71,8 @@ class ODBDataModule(L.LightningDataModule):
         self._collate_fn = collate_fn
         self._eval_batch_size = eval_batch_size
         self._loader: ODBLoader | None = None
+        self._trained_by: L.Trainer | None = None
+        self._resumed: dict[str, Any] | None = None  # the loader's state in a checkpoint, until there is a loader
         # The trainer warns about a hook that is there and has nothing to give, so they are there only with a dataset.
         if val_dataset is not None:
             self.val_dataloader = partial(self._evaluation_loader, val_dataset)  # type: ignore[method-assign]
@@ -85,7 +89,7 @@ class ODBDataModule(L.LightningDataModule):
         size plays no part. Its evaluation loaders, hooks and other attributes pass through.
 
         Args:
-            datamodule: the datamodule. Its `train_dataloader` must return one DataLoader over a map-style dataset.
+            datamodule: the datamodule. Its `train_dataloader` must return one DataLoader.
             l_max: token budget of a training batch on one rank, tokens.
             **settings: fields of `LoaderConfig`, which go before what the DataLoader says; also `collate_fn`.
 
@@ -112,6 +116,15 @@ class ODBDataModule(L.LightningDataModule):
         return self._open(self._train_dataset, self._collate_fn, self._settings)
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        # Lightning saves and restores a loader's state too, but drops it where the loader is asked for early.
+        return {} if self._loader is None else {"loader": self._loader.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict.get("loader")
+
+    @override
     def teardown(self, stage: str) -> None:
         if self._loader is not None:
             self._loader.close()
@@ -128,20 +141,26 @@ class ODBDataModule(L.LightningDataModule):
         if self._loader is not None:
             self._loader.close()
         rank, world_size = _data_parallel_rank(trainer)
-        self._loader = ODBLoader(
+        loader = ODBLoader(
             dataset,
             collate_fn,
             rank=rank,
             world_size=world_size,
-            accumulation=partial(_accumulation, trainer),
+            replica_size=trainer.world_size // world_size,
             **settings,
         )
-        # Not `current_epoch`, which lags behind when training goes on from the end of an epoch.
-        self._loader.set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
-        self._loader.mark_trained(-1)  # the loss weighting's callback goes on from here
-        _weigh_losses(trainer, self._loader.config)
+        follow_trainer(loader, trainer)
+        if self._resumed is not None:
+            loader.load_state_dict(self._resumed)
+            self._resumed = None
+        elif self._loader is not None and self._trained_by is trainer:  # it trains on, or asks once more
+            loader.position.follow(self._loader.position)
+        else:
+            loader.set_epoch(epochs_done(trainer))
+        self._loader, self._trained_by = loader, trainer
+        _weigh_losses(trainer, loader.config)
         destroy_gloo_at_exit()
-        return self._loader
+        return loader
 
     def _evaluation_loader(self, dataset: Any) -> Any:
         return self._share_out(self._fixed_batches(dataset))
@@ -182,7 +201,7 @@ class _WrappedDataModule(ODBDataModule):
         # module's if so. The inner one's own bound methods give it the right answer.
         for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
             setattr(self, hook, getattr(inner, hook))
-        for hook in ("prepare_data", "setup", "state_dict", "load_state_dict", "predict_dataloader"):
+        for hook in ("prepare_data", "setup", "predict_dataloader"):
             setattr(self, hook, getattr(inner, hook))
         for hook in ("val_dataloader", "test_dataloader"):
             if is_overridden(hook, inner):
@@ -212,18 +231,27 @@ class _WrappedDataModule(ODBDataModule):
     @override
     def train_dataloader(self) -> ODBLoader:
         loader = self._inner.train_dataloader()
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        if not isinstance(loader, DataLoader):
             raise ValueError(
                 f"{type(self._inner).__name__}.train_dataloader() returns a {type(loader).__name__}, and wrap() needs "
-                "one DataLoader over a map-style dataset"
+                "one DataLoader"
             )
-        if loader.batch_sampler is None and self._collate_fn is None:
+        if loader.batch_size is None and loader.batch_sampler is None and self._collate_fn is None:
             raise ValueError(
                 f"{type(self._inner).__name__}.train_dataloader() does not batch (batch_size=None): pass wrap() a "
                 "collate_fn that makes a batch of a list of samples"
             )
         collate_fn = self._collate_fn or loader.collate_fn
         return self._open(loader.dataset, collate_fn, {**_settings_of(loader, self._settings), **self._settings})
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "inner": self._inner.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._inner.load_state_dict(state_dict["inner"])
 
     def _shared_out(self, hook: str) -> Any:
         return self._share_out(getattr(self._inner, hook)())
@@ -247,6 +275,8 @@ def _settings_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, An
         settings["worker_init_fn"] = loader.worker_init_fn
         if loader.multiprocessing_context is not None:
             settings["start_method"] = loader.multiprocessing_context.get_start_method()
+    if isinstance(loader.dataset, IterableDataset):
+        return settings
     sampler = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler or loader.sampler
     if isinstance(sampler, DistributedSampler):
         settings.update(shuffle=sampler.shuffle, seed=sampler.seed)
@@ -263,23 +293,7 @@ def _settings_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, An
 def _data_parallel_rank(trainer: L.Trainer) -> tuple[int, int]:
     """Rank and number of data-parallel replicas, as the strategy counts them."""
     ranks = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-    if ranks["num_replicas"] not in (1, trainer.world_size):
-        raise ValueError(
-            f"{type(trainer.strategy).__name__} counts {ranks['num_replicas']} data-parallel replicas in "
-            f"{trainer.world_size} processes; online batching needs each process to be a replica of its own"
-        )
     return int(ranks["rank"]), int(ranks["num_replicas"])
-
-
-def _accumulation(trainer: L.Trainer) -> int:
-    """Micro-batches of an accumulation window in the epoch that begins.
-
-    The trainer draws the first batch of training before its scheduler, if it has one, sets the number.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, GradientAccumulationScheduler):
-            return int(callback.get_accumulate_grad_batches(trainer.fit_loop.epoch_progress.current.processed))  # type: ignore[attr-defined]
-    return int(trainer.accumulate_grad_batches)
 
 
 def _weigh_losses(trainer: L.Trainer, config: LoaderConfig) -> None:

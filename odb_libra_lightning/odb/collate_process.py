@@ -1,6 +1,6 @@
 """The collate process of a rank: its main function, and the handle that the training process holds.
 
-The training process sends `(epoch, accumulation)` or None over a pipe and reads frames back: for each step its
+The training process sends an `EpochStart` or None over a pipe and reads frames back: for each step its
 `BatchInfo` and its batch, then the epoch's end or a failure.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from odb_libra_lightning.odb.epoch import Step
+from odb_libra_lightning.odb.epoch import EpochStart, Step
 from odb_libra_lightning.odb.errors import ODBError, PeerLostError
 from odb_libra_lightning.odb.lifetime import end_with_parent, no_garbage_collection, obey_parent_alone
 from odb_libra_lightning.odb.rank_data import RankData, RankJob
@@ -57,7 +57,7 @@ class CollateProcess:
         # Before the interpreter joins non-daemonic children at exit (priority 0), which would wait forever.
         self._finalize = util.Finalize(self, _end, args=(self._process,), exitpriority=10)
 
-    def steps(self, epoch: int, accumulation: int) -> Iterator[Step]:
+    def steps(self, start: EpochStart) -> Iterator[Step]:
         """Steps of one epoch.
 
         Raises:
@@ -66,7 +66,7 @@ class CollateProcess:
         """
         self._idle = False
         try:
-            self._connection.send((epoch, accumulation))
+            self._connection.send(start)
         except OSError as error:
             raise self._died() from error
         while True:
@@ -78,7 +78,8 @@ class CollateProcess:
                 raise ODBError(content)
             if kind == "peer lost":
                 raise PeerLostError(content)
-            yield Step(content, self._receive())
+            info, views = content
+            yield Step(info, self._receive(), views)
 
     def close(self) -> None:
         """End the process: an idle one is asked to, so that it ends its workers and their semaphores in good order."""
@@ -129,8 +130,8 @@ def _main(job: RankJob, pipe: Connection, parent_is_main_thread: bool) -> None:
     try:
         data = RankData(job)
         while (request := pipe.recv()) is not None:
-            for step in data.steps(*request, has_room=has_room):
-                outbox.put(pickle.dumps(("step", step.info)), step.payload)
+            for step in data.steps(request, has_room=has_room):
+                outbox.put(pickle.dumps(("step", (step.info, step.views))), step.payload)
             outbox.put(pickle.dumps(("end", None)))
     except EOFError:
         pass  # the training process is gone

@@ -147,7 +147,7 @@ class LoaderConfig:
             raise ValueError(f"timeout must be at most {_LONGEST_TIMEOUT} seconds, a year, got {self.timeout!r}")
         if (self.cost == "quadratic") != (self.quadratic_length is not None):
             raise ValueError(
-                f"cost='quadratic' goes with quadratic_length, the length at which the quadratic term equals the linear "
+                "cost='quadratic' goes with quadratic_length, the length at which the quadratic term equals the linear "
                 f"one; got cost={self.cost!r} and quadratic_length={self.quadratic_length}"
             )
 

@@ -163,9 +163,7 @@ class RankEpoch:
     def partition(self) -> Partition:
         """Where this rank's views are."""
         source = self._source
-        return Partition(
-            source.in_sampler, source.in_workers, len(self._protocol.buffer), self._emitted, self._dropped
-        )
+        return Partition(source.in_sampler, source.in_workers, len(self._protocol.buffer), self._emitted, self._dropped)
 
     def run(self) -> EpochEvents[None]:
         """Play the epoch.

@@ -1,4 +1,4 @@
-"""What ranks say to one another, as generators: each `yield Gather(...)` is one all_gather.
+"""What ranks say to one another, as generators: each `yield Gather(...)` or `Broadcast(...)` is one exchange.
 
 A generator does not know what carries its messages. `transport.drive` runs one over a transport, and
 `transport.play` runs those of all ranks in one process, in lockstep.
@@ -34,7 +34,15 @@ class Gather:
     message: Message
 
 
-Exchange: TypeAlias = Generator[Gather | Room, Any, T]
+@dataclass(frozen=True)
+class Broadcast:
+    """One broadcast: the answer is the bytes of rank `root`, on every rank; `payload` is read there alone."""
+
+    root: int
+    payload: bytes | None
+
+
+Exchange: TypeAlias = Generator[Gather | Broadcast | Room, Any, T]
 
 
 def gather(values: Sequence[int], *, failure: str | None = None) -> Exchange[Message]:

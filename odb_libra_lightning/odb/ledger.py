@@ -59,13 +59,14 @@ class EpochLedger:
 
     def share(self, rank: int) -> Views:
         """Views that a rank has still to draw, in order."""
-        mine = self.views[rank :: self.world_size]
+        mine: Views = self.views[rank :: self.world_size]
         return mine[~self._done[mine]]
 
-    def share_sizes(self) -> npt.NDArray[np.int64]:
+    def share_sizes(self) -> Views:
         """Number of views that each rank has still to draw, int64 `[world_size]`."""
         undone = np.flatnonzero(~self._done[self.views])
-        return np.bincount(undone % self.world_size, minlength=self.world_size)
+        sizes: Views = np.bincount(undone % self.world_size, minlength=self.world_size)
+        return sizes
 
     def mark(self, views: Views) -> None:
         """Count views of the present deal as done."""
@@ -167,7 +168,9 @@ class StreamLedger:
     def mark(self, views: Views) -> None:
         """Count places of the stream as done."""
         if len(views) and (needed := int(views.max()) + 1) > len(self._done):
-            self._done = np.concatenate([self._done, np.zeros(max(needed, 2 * len(self._done)) - len(self._done), bool)])
+            self._done = np.concatenate(
+                [self._done, np.zeros(max(needed, 2 * len(self._done)) - len(self._done), bool)]
+            )
         self._done[views] = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.collate_process import CollateProcess
 from odb_libra_lightning.odb.config import LoaderConfig, takes_settings
-from odb_libra_lightning.odb.epoch import EpochStart
 from odb_libra_lightning.odb.position import Position
 from odb_libra_lightning.odb.rank_data import RankData, RankJob
 from odb_libra_lightning.odb.rendezvous import ControlStore, current_rank
@@ -97,7 +96,9 @@ class ODBLoader:
         if (rank is None) != (world_size is None):
             raise ValueError(f"give both rank and world_size or neither, got {rank} and {world_size}")
         if replica_size < 1 or (replica_size > 1 and rank is None):
-            raise ValueError(f"replica_size must be at least 1, and above 1 needs rank and world_size; got {replica_size}")
+            raise ValueError(
+                f"replica_size must be at least 1, and above 1 needs rank and world_size; got {replica_size}"
+            )
         if accumulation < 1:
             raise ValueError(f"accumulation must be at least 1 micro-batch, got {accumulation}")
         self.dataset = dataset
@@ -179,7 +180,9 @@ class ODBLoader:
         """Batches of one epoch. Nothing starts before the first is asked for."""
         rank, world_size = self._ranks()
         clock = self.clock()
-        start = self.position.begin(world_size, carry_on=self._marks, accumulation=clock.accumulation, limit=clock.limit)
+        start = self.position.begin(
+            world_size, carry_on=self._marks, accumulation=clock.accumulation, limit=clock.limit
+        )
         self._close_unless(idle=True)
         feed = self._feed = self._feed or self._open_feed(rank, world_size)
         self._recent.clear()
@@ -242,10 +245,10 @@ class ODBLoader:
                 self._control = ControlStore(
                     rank=rank, world_size=world_size, timeout=self.config.timeout, transport=self.config.transport
                 )
-            control, channel = self._control.next_group(), self._control.replica_channel()
-            if not self._control.leads:
-                assert channel is not None
+            channel = self._control.replica_channel()
+            if channel is not None and not self._control.leads:
                 return FollowerFeed(channel)
+            control = self._control.next_group()
         job = RankJob(
             dataset=self.dataset,
             num_samples=self._num_samples,
@@ -280,7 +283,9 @@ def _count_samples(dataset: Any, config: LoaderConfig) -> int | None:
             return samples_drawn(len(dataset), config.max_samples)
     elif hasattr(dataset, "__iter__"):
         if config.mode == "non_join":
-            raise ValueError("mode='non_join' needs a map-style dataset: what a rank has left of a stream cannot be dealt")
+            raise ValueError(
+                "mode='non_join' needs a map-style dataset: what a rank has left of a stream cannot be dealt"
+            )
         return None
     raise ValueError(
         f"ODBLoader needs a map-style dataset, with __getitem__ and __len__, or an iterable one, with __iter__; got a "

@@ -38,6 +38,13 @@ class Position:
         self._last: BatchInfo | None = None
         self._account: EpochAccount | None = None
 
+    def follow(self, other: Position) -> None:
+        """Take over from the position of another loader of the same samples; of others, its number of the epoch."""
+        if self._order == other._order and self._mode == other._mode:
+            vars(self).update(vars(other))
+        else:
+            self.set_epoch(other._epoch)
+
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch with the next pass, unless that is within it already."""
         if epoch != self._epoch:
@@ -71,9 +78,7 @@ class Position:
         )
         self._given.clear()
         self._ended = False
-        return EpochStart(
-            epoch=self._epoch, accumulation=accumulation, first_step=first_step, limit=limit, state=state
-        )
+        return EpochStart(epoch=self._epoch, accumulation=accumulation, first_step=first_step, limit=limit, state=state)
 
     def give(self, info: BatchInfo, views: Views) -> None:
         """A batch is given out."""

@@ -71,7 +71,7 @@ class GroupingRound:
 
     @property
     def potential(self) -> int:
-        """Views of all ranks that were not emitted when the round began, `R + Q + B`; it falls in every round with steps."""
+        """Views of all ranks not emitted when the round began, `R + Q + B`; it falls in every round with steps."""
         return int(sum(self.column(name).sum() for name in ("in_sampler", "in_workers", "buffered")))
 
     @property

@@ -71,3 +71,7 @@ class RankData:
         for step in drive(rank_epoch.run(), metered, has_room=has_room):
             info = replace(step.info, exchange_s=metered.seconds, exchange_bytes=metered.bytes)
             yield replace(step, info=info)
+
+    def close(self) -> None:
+        """End the data workers."""
+        self._source.close()

@@ -178,8 +178,8 @@ class _Randomness:
     """
 
     def __init__(self, *seed: int) -> None:
-        words = np.random.SeedSequence(seed).generate_state(4)
-        self._words: npt.NDArray[np.uint32] | None = words
+        words = np.random.SeedSequence(seed).generate_state(4, np.uint32)
+        self._words: npt.NDArray[Any] | None = words
         self._swaps = get_worker_info() is None
         self._states: tuple[Any, ...] = ()
 

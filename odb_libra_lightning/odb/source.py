@@ -118,6 +118,11 @@ class SampleSource:
             **sampling,
         )
 
+    def close(self) -> None:
+        """End the workers."""
+        self._chunks = iter(())
+        self._indexed = None
+
     @property
     def in_sampler(self) -> int:
         """Views of this deal that no worker has been asked for; of a stream, 1 until it ends."""
@@ -188,7 +193,8 @@ class _Chunks:
         views, identities = self._views, self._identities  # a sampler of an earlier deal hands out nothing of this one
         while self._views is views and self._drawn < len(views):
             chunk = slice(self._drawn, self._drawn + self.size)
-            draws = [Draw(v, i, self._epoch) for v, i in zip(views[chunk].tolist(), identities[chunk].tolist(), strict=True)]
+            pairs = zip(views[chunk].tolist(), identities[chunk].tolist(), strict=True)
+            draws = [Draw(view, identity, self._epoch) for view, identity in pairs]
             self._drawn += len(draws)
             self.out += len(draws)
             yield draws

@@ -8,7 +8,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -42,7 +42,7 @@ class Step:
 
     info: BatchInfo
     payload: bytes
-    views: Views
+    views: Views = field(compare=False)
 
 
 EpochEvents: TypeAlias = Generator[Gather | Broadcast | Room | Step, Any, T]
@@ -83,7 +83,7 @@ class _Collated:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step that waits for its window to fill: its facts but for the weight, this rank's share of it, and all ranks'."""
+    """A step that waits for its window to fill: its facts but for the weight, and its shares of that."""
 
     info: Callable[..., BatchInfo]
     payload: bytes

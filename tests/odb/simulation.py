@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from odb_libra_lightning.odb.config import LoaderConfig
-from odb_libra_lightning.odb.epoch import RankEpoch, Step
+from odb_libra_lightning.odb.epoch import EpochStart, RankEpoch, Step
 from odb_libra_lightning.odb.errors import SampleError
-from odb_libra_lightning.odb.reader import Failure, Sample, SampleReader
-from odb_libra_lightning.odb.sharding import rank_views
+from odb_libra_lightning.odb.ledger import EpochLedger, open_ledger
+from odb_libra_lightning.odb.protocol import GroupingRound
+from odb_libra_lightning.odb.reader import Draw, Failure, Sample, SampleReader
+from odb_libra_lightning.odb.sharding import epoch_order, samples_drawn
 from odb_libra_lightning.odb.transport import play
 
 
@@ -18,23 +22,53 @@ class ListSource:
 
     in_workers = 0
 
-    def __init__(self, dataset: Sequence[Any], identities: Sequence[int], config: LoaderConfig) -> None:
+    def __init__(self, dataset: Sequence[Any], rank: int, config: LoaderConfig) -> None:
         self._reader = SampleReader(dataset, config)
-        self._identities = list(identities)
+        self._rank = rank
+        self._config = config
+        self._draws: list[Draw] = []
+
+    def start(self, ledger: EpochLedger) -> None:
+        config = self._config
+        order = epoch_order(
+            len(self._reader.dataset),
+            epoch=ledger.epoch,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            max_samples=config.max_samples,
+        )
+        views = ledger.share(self._rank)
+        identities = order[ledger.positions(views)]
+        self._draws = [Draw(v, i, ledger.epoch) for v, i in zip(views.tolist(), identities.tolist(), strict=True)]
 
     @property
     def in_sampler(self) -> int:
-        return len(self._identities)
+        return len(self._draws)
 
     def take(self, count: int) -> list[Sample]:
-        drawn, self._identities = self._identities[:count], self._identities[count:]
+        drawn, self._draws = self._draws[:count], self._draws[count:]
         samples = []
-        for identity in drawn:
-            sample = self._reader[identity]
+        for draw in drawn:
+            sample = self._reader[draw]
             if isinstance(sample, Failure):
                 raise SampleError(*sample)
             samples.append(sample)
         return samples
+
+
+class UnevenLedger(EpochLedger):
+    """Shares of any size and order, as `rank -> dataset indices`, for an epoch without shuffle."""
+
+    def __init__(self, num_samples: int, shares: Sequence[Sequence[int]]) -> None:
+        super().__init__(num_samples, len(shares), equal=False)
+        self._shares = [np.array(share, np.int64) for share in shares]
+        self.views = np.concatenate(self._shares)
+
+    def share(self, rank: int) -> Any:
+        return self._shares[rank]
+
+    def share_sizes(self) -> Any:
+        return np.array([len(share) for share in self._shares])
 
 
 def simulate(
@@ -45,27 +79,43 @@ def simulate(
     shares: Sequence[Sequence[int]] | None = None,
     epoch: int = 0,
     accumulation: int = 1,
+    limit: int | None = None,
+    state: dict[str, Any] | None = None,
     has_room: Callable[[int], bool] = lambda rank: True,
+    watch: Callable[[int, RankEpoch, GroupingRound], None] = lambda rank, epoch, result: None,
+    observed: Callable[[int], bool] = lambda rank: True,
     **settings: Any,
 ) -> list[list[Step]]:
     """Steps of every rank over a list of samples; `shares` replaces the shuffled share of each rank."""
+    if shares is not None:
+        settings["shuffle"] = False
     config = LoaderConfig(**{"loss_tokens": lambda batch: 1, **settings})
-    if shares is None:
-        shares = [
-            rank_views(len(dataset), rank=r, world_size=world_size, epoch=epoch, seed=config.seed).tolist()
-            for r in range(world_size)
-        ]
-    ranks = (
-        RankEpoch(
-            rank=rank,
-            world_size=world_size,
-            epoch=epoch,
-            accumulation=accumulation,
-            num_samples=len(dataset),
-            config=config,
-            source=ListSource(dataset, shares[rank], config),
-            collate_fn=collate_fn,
-        ).run()
-        for rank in range(world_size)
+    start = EpochStart(
+        epoch=epoch, accumulation=accumulation, first_step=state["steps"] if state else 0, limit=limit, state=state
     )
-    return play(ranks, has_room=has_room)
+    ranks: list[RankEpoch] = []
+    for rank in range(world_size):
+        ledger = (
+            UnevenLedger(len(dataset), shares)
+            if shares is not None
+            else open_ledger(
+                samples_drawn(len(dataset), config.max_samples),
+                world_size=world_size,
+                mode=config.mode,
+                epoch=epoch,
+                state=state,
+            )
+        )
+        ranks.append(
+            RankEpoch(
+                rank=rank,
+                start=start,
+                ledger=ledger,
+                config=config,
+                source=ListSource(dataset, rank, config),
+                collate_fn=collate_fn,
+                observed=observed(rank),
+                watch=lambda result, rank=rank: watch(rank, ranks[rank], result),
+            )
+        )
+    return play((rank.run() for rank in ranks), has_room=has_room)

@@ -243,12 +243,10 @@ def test_ranks_with_different_settings_are_told_so() -> None:
         config = LoaderConfig(l_max=10 + number)
         return RankEpoch(
             rank=number,
-            world_size=2,
-            epoch=0,
-            accumulation=1,
-            num_samples=2,
+            start=EpochStart(),
+            ledger=EpochLedger(2, 2, equal=True),
             config=config,
-            source=ListSource([[1], [1]], [number], config),
+            source=ListSource([[1], [1]], number, config),
             collate_fn=list,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from odb_libra_lightning.odb.cost import TokenCost
 from odb_libra_lightning.odb.exchange import Exchange
 from odb_libra_lightning.odb.protocol import FINISHED, GroupingRound, RankProtocol
 from odb_libra_lightning.odb.reader import Sample
@@ -15,13 +16,13 @@ class Rank:
     """A rank whose workers and trainer move at random between rounds."""
 
     def __init__(self, lengths: list[int], l_max: int, random) -> None:  # type: ignore[no-untyped-def]
-        self.sampler = [Sample(i, length, b"") for i, length in enumerate(lengths)]
+        self.sampler = [Sample(i, i, length, b"") for i, length in enumerate(lengths)]
         self.workers: list[Sample] = []
         self.emitted: list[Sample] = []
         self.steps = 0
         self.slots = 2
         self.random = random
-        self.protocol = RankProtocol(l_max=l_max, seed=0, epoch=0)
+        self.protocol = RankProtocol(l_max=l_max, cost=TokenCost(), order_seed=[0])
         self.rounds: list[GroupingRound] = []
         self.views = len(lengths)
 
@@ -39,9 +40,9 @@ class Rank:
             self.move()
             held = len(self.sampler), len(self.workers), len(self.protocol.buffer), len(self.emitted)
             assert sum(held) == self.views, "each view is in one of sampler, workers, buffer, and emitted (R, Q, B, E)"
-            result = yield from self.protocol.play_round(remaining=held[0], in_workers=held[1], free_slots=self.slots)
+            result = yield from self.protocol.play_round(in_sampler=held[0], in_workers=held[1], free_slots=self.slots)
             self.rounds.append(result)
-            if result.finished:
+            if result.finished.all():
                 return
             assert not result.groups or len(result.groups) == result.steps
             self.emitted += [sample for group in result.groups for sample in group]
@@ -61,15 +62,15 @@ def test_every_view_is_emitted_once_in_equal_steps(shares, l_max, random) -> Non
     assert len({rank.steps for rank in ranks}) == 1
     for rank, lengths in zip(ranks, shares, strict=True):
         assert sorted(sample.identity for sample in rank.emitted) == list(range(len(lengths)))
-        assert rank.rounds[-1].reports == ranks[0].rounds[-1].reports
-    left = [sum(report.remaining + report.outstanding for report in r.reports) for r in ranks[0].rounds]
+        assert (rank.rounds[-1].reports == ranks[0].rounds[-1].reports).all()
+    left = [result.potential for result in ranks[0].rounds]
     assert left == sorted(left, reverse=True), "the work left never grows"
     for before, after in zip(ranks[0].rounds, left[1:], strict=False):
         skipped = before.steps == 0
         assert (after == left[before.number]) == skipped, "and falls in every round that is not skipped"
     for number, result in enumerate(ranks[0].rounds):
-        waiting = any(report.status == 0 for report in result.reports)
-        full = any(report.free_slots == 0 for report in result.reports)
-        finished = any(report.status == FINISHED for report in result.reports)
-        assert (result.steps == 0) == (waiting or (full and not finished) or result.finished)
+        waiting = (result.column("status") == 0).any()
+        full = (result.column("free_slots") == 0).any()
+        finished = (result.column("status") == FINISHED).any()
+        assert (result.steps == 0) == (waiting or (full and not finished) or result.finished.all())
         assert result.number == number
