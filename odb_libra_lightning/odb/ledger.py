@@ -168,9 +168,9 @@ class StreamLedger:
     def mark(self, views: Views) -> None:
         """Count places of the stream as done."""
         if len(views) and (needed := int(views.max()) + 1) > len(self._done):
-            self._done = np.concatenate(
-                [self._done, np.zeros(max(needed, 2 * len(self._done)) - len(self._done), bool)]
-            )
+            grown = np.zeros(max(needed, 2 * len(self._done)), bool)
+            grown[: len(self._done)] = self._done
+            self._done = grown
         self._done[views] = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where training stands in its epochs: what has been given out, what of it is trained on, and where the next pass begins."""
+"""Where training stands in its epochs: what is given out, what of it trained on, and where the next pass begins."""
 
 from __future__ import annotations
 

@@ -235,7 +235,8 @@ def test_collate_errors_name_the_samples_and_reach_every_rank() -> None:
 
 def test_ranks_with_different_settings_are_told_so() -> None:
     from odb_libra_lightning.odb.config import LoaderConfig
-    from odb_libra_lightning.odb.epoch import RankEpoch
+    from odb_libra_lightning.odb.epoch import EpochStart, RankEpoch
+    from odb_libra_lightning.odb.ledger import EpochLedger
     from odb_libra_lightning.odb.transport import play
     from tests.odb.simulation import ListSource
 

@@ -88,7 +88,7 @@ def test_leaving_a_loop_early_ends_the_processes_and_the_next_pass_is_whole() ->
 def test_asking_for_an_iterator_starts_nothing() -> None:
     loader = ODBLoader(Documents(10), pad, num_workers=2)
     iter(loader)
-    assert loader._producer is None
+    assert loader._feed is None
 
 
 def test_set_epoch_replays_an_order() -> None:
@@ -256,7 +256,7 @@ def test_a_collate_process_that_is_killed_is_an_error_and_not_a_hang() -> None:
     loader = ODBLoader(Documents(200), pad, l_max=400, num_workers=1)
     batches = iter(loader)
     next(batches)
-    os.kill(loader._producer._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    os.kill(loader._feed._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
     with pytest.raises(PeerLostError, match="its collate process ended by signal 9"):
         list(batches)
 
