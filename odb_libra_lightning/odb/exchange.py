@@ -1,4 +1,4 @@
-"""What ranks say to one another, as generators: each `yield Gather(...)` is one all_gather.
+"""What ranks say to one another, as generators: each `yield Gather(...)` or `Broadcast(...)` is one exchange.
 
 A generator does not know what carries its messages. `transport.drive` runs one over a transport, and
 `transport.play` runs those of all ranks in one process, in lockstep.
@@ -32,6 +32,14 @@ class Gather:
     """One all_gather: `message` is int64 `[k]`, with the same `k` on every rank; the answer is `[W, k]`."""
 
     message: Message
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """One broadcast: the answer is the bytes of rank `root`, on every rank; `payload` is read there alone."""
+
+    root: int
+    payload: bytes | None
 
 
 Exchange: TypeAlias = Generator[Gather | Room, Any, T]
