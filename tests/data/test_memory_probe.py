@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -131,3 +135,18 @@ def test_bad_points_are_refused() -> None:
             measure_memory(Allocates(), points)
     with pytest.raises(ValueError, match="longest=4: take at least 8 tokens"):
         probe_points(4)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(420)
+def test_the_benchmark_fills_its_budget_and_not_much_more() -> None:
+    """Its dry run on the CPU: a Hugging Face model, and batches ten times as large as those of the fit."""
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_memory.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--gigabytes", "0.8", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert ended.returncode == 0, ended.stderr
+    eager, sdpa = (json.loads(ended.stdout)["attention"][name] for name in ("eager", "sdpa"))
+    assert eager["model"]["per_token_squared"] > 4 * sdpa["model"]["per_token_squared"]
+    for found in (eager, sdpa):
+        assert len(found["unseen"]) == 4
+        assert all(0.85 < point["of_available"] < 1.05 for point in found["full"])
