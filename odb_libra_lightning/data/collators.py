@@ -17,7 +17,9 @@ class CausalLMCollator:
 
     Args:
         pad_token_id: id that fills `input_ids`; any valid id, since the mask hides it.
-        pad_to_multiple_of: round the padded length up to a multiple of this.
+        pad_to_multiple_of: round the padded length up to a multiple of this, so that an epoch has at most
+            `ceil(longest / multiple)` different padded lengths. A token budget does not see what is added,
+            unless the loader's `length_fn` is this collator's `padded_length`.
 
     Raises:
         ValueError: an argument out of range.
@@ -54,6 +56,14 @@ class CausalLMCollator:
         labels = self._pad(samples, "labels", IGNORED, extra)
         attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+    def padded_length(self, sample: Mapping[str, Tensor]) -> int:
+        """Length of a sample rounded up as a batch's is, tokens: a `length_fn` that keeps batches within the budget.
+
+        Take an `l_max` that is a multiple of `pad_to_multiple_of`, or samples just below it count as longer.
+        """
+        length = len(sample["input_ids"])
+        return length + -length % (self.pad_to_multiple_of or 1)
 
     @staticmethod
     def _check(position: int, sample: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ lhotse's (`TokenConstraint(quadratic_length=...)`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral
@@ -71,6 +72,16 @@ class TokenCost:
     def exceeds(self, length: int, l_max: int) -> bool:
         """Whether one sample of this length alone costs more than the budget."""
         return self.of(1, length) > l_max
+
+    def longest(self, l_max: int) -> int:
+        """Length of the longest sample that a budget holds, tokens; `exceeds` is true just above it.
+
+        Quadratic: `l * (q + l) <= l_max * q` holds just where `(2*l + q)**2 <= q*q + 4*l_max*q` does.
+        """
+        if self.quadratic_length is None:
+            return l_max
+        q = self.quadratic_length
+        return (math.isqrt(q * q + 4 * int(l_max) * q) - q) // 2
 
     def fits(self, length: int, l_max: int) -> int:
         """Most samples of this length that a budget holds, and at least 1.

@@ -102,10 +102,10 @@ class GlooTransport:
         self._roll.attend()
         mine = _own(payload) if self._roll.rank == root else b""
         size = torch.tensor([len(mine)])
-        self._wait(lambda group: group.broadcast([size], root))
+        self._wait(lambda group: group.broadcast(size, root))
         data = torch.from_numpy(np.frombuffer(bytearray(mine) or bytearray(int(size)), np.uint8))
         if size:
-            self._wait(lambda group: group.broadcast([data], root))
+            self._wait(lambda group: group.broadcast(data, root))
         return data.numpy().tobytes()
 
     def _wait(self, begin_work: Callable[[Any], Any]) -> None:

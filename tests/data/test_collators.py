@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_libra_lightning.data.collators import CausalLMCollator
+from odb_libra_lightning.data.length_mixes import length_mix
+from odb_libra_lightning.odb import group_by_budget
 
 
 def samples_of(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -75,3 +80,40 @@ def test_bad_arguments_are_named() -> None:
         CausalLMCollator(-1)
     with pytest.raises(ValueError, match="pad_to_multiple_of=0: take at least 1"):
         CausalLMCollator(pad_to_multiple_of=0)
+
+
+L_MAX = 512  # tokens; the mixes' lengths are divided by 16 here, and cut at this
+
+
+def epoch_of(mix: str, counted_as: CausalLMCollator) -> list[list[dict[str, torch.Tensor]]]:
+    """Groups of one buffer, of a mix in which every sample fits the budget, by the lengths that a collator counts."""
+    samples = samples_of([min(max(int(length) // 16, 1), L_MAX) for length in length_mix(mix, 600, seed=1)])
+    groups, tail = group_by_budget([counted_as.padded_length(sample) for sample in samples], L_MAX)
+    return [[samples[i] for i in group] for group in [*groups, tail] if group]
+
+
+@pytest.mark.parametrize("mix", ["sharegpt4o", "mm-mix"])
+@pytest.mark.parametrize("multiple", [64, 100])
+def test_an_epoch_has_a_bounded_number_of_padded_lengths(mix: str, multiple: int) -> None:
+    epoch = epoch_of(mix, counted_as=CausalLMCollator())
+    rounded = {CausalLMCollator(pad_to_multiple_of=multiple)(group)["labels"].shape[1] for group in epoch}
+    exact = {CausalLMCollator()(group)["labels"].shape[1] for group in epoch}
+    assert rounded <= set(range(multiple, L_MAX + multiple, multiple))
+    assert len(rounded) <= math.ceil(L_MAX / multiple) < len(exact)
+
+
+@pytest.mark.parametrize("mix", ["sharegpt4o", "mm-mix"])
+def test_counting_padded_lengths_keeps_rounded_batches_within_the_budget(mix: str) -> None:
+    collate = CausalLMCollator(pad_to_multiple_of=64)
+    unaware = [collate(group)["labels"].numel() for group in epoch_of(mix, counted_as=CausalLMCollator())]
+    aware = [collate(group)["labels"].numel() for group in epoch_of(mix, counted_as=collate)]
+    assert max(unaware) > L_MAX
+    assert max(aware) <= L_MAX
+
+
+@given(st.integers(0, 300), st.sampled_from([None, 1, 8, 64]))
+def test_padded_length_is_the_width_of_a_batch_of_one(length: int, multiple: int | None) -> None:
+    collate = CausalLMCollator(pad_to_multiple_of=multiple)
+    (sample,) = samples_of([length])
+    assert collate.padded_length(sample) == collate([sample])["input_ids"].shape[1]
+    assert pickle.loads(pickle.dumps(collate.padded_length))(sample) == collate.padded_length(sample)

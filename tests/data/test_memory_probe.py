@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,7 +14,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from odb_libra_lightning.data.memory_model import fit_memory
+from odb_libra_lightning import ODBDataModule
+from odb_libra_lightning.data.collators import CausalLMCollator
+from odb_libra_lightning.data.memory_model import MemoryModel, fit_memory
 from odb_libra_lightning.data.memory_probe import (
     calibrate_memory,
     causal_lm_batch,
@@ -131,3 +138,33 @@ def test_bad_points_are_refused() -> None:
             measure_memory(Allocates(), points)
     with pytest.raises(ValueError, match="longest=4: take at least 8 tokens"):
         probe_points(4)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(420)
+def test_the_benchmark_fills_its_budget_and_not_much_more() -> None:
+    """Its dry run on the CPU: a Hugging Face model, and batches ten times as large as those of the fit."""
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_memory.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--gigabytes", "0.8", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert ended.returncode == 0, ended.stderr
+    eager, sdpa = (json.loads(ended.stdout)["attention"][name] for name in ("eager", "sdpa"))
+    assert eager["model"]["per_token_squared"] > 4 * sdpa["model"]["per_token_squared"]
+    for found in (eager, sdpa):
+        assert len(found["unseen"]) == 4
+        assert all(0.85 < point["of_available"] < 1.05 for point in found["full"])
+
+
+def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    costs, calibration, collator = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    shown, comment = costs.strip().splitlines()[-1].split("  # ")
+    names: dict[str, Any] = {"module": Attention(naive=True)}
+    exec(costs, names)
+    assert eval(shown, names) == eval(comment)
+    monkeypatch.chdir(tmp_path)
+    exec(calibration.replace("4096", "512"), names)
+    assert names["model"] == MemoryModel.load("memory.json")
+    assert names["l_max"] > 512
+    dataset = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (5, 100)]
+    exec(collator, names | {"CausalLMCollator": CausalLMCollator, "ODBDataModule": ODBDataModule, "train": dataset})

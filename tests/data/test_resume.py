@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def fit(
 ) -> list[tuple[int, list[int]]]:
     seen = Seen()
     trainer = quiet_trainer(
-        devices="auto",
+        devices=int(os.environ["WORLD_SIZE"]),
         strategy="ddp",
         max_epochs=3,
         accumulate_grad_batches=accumulation,

@@ -70,6 +70,13 @@ def test_it_never_holds_more_than_the_linear_rule_and_less_the_longer_the_sample
     assert cost.fits(length + 1, l_max) <= cost.fits(length, l_max) <= TokenCost().fits(length, l_max)
 
 
+@given(ANY_64_BIT, st.none() | ANY_64_BIT)
+def test_the_longest_sample_within_a_budget(l_max: int, quadratic_length: int | None) -> None:
+    cost = TokenCost(quadratic_length)
+    longest = cost.longest(l_max)
+    assert cost.of(1, longest) <= l_max < cost.of(1, longest + 1)
+
+
 def test_numpy_integers_do_not_overflow() -> None:
     length, l_max = np.int64(2**40), np.int64(2**62)
     assert TokenCost.quadratic(2**40).fits(length, l_max) == 2**21  # type: ignore[arg-type]

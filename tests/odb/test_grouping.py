@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from odb_libra_lightning.data.length_mixes import LENGTH_MIXES, length_mix
 from odb_libra_lightning.odb import group_by_budget, target_batch_size
 from odb_libra_lightning.odb.cost import TokenCost
 
@@ -102,3 +104,28 @@ def test_a_group_costs_no_more_than_the_budget_or_its_longest_sample(
         longest = max((lengths[i] for i in group), default=0)
         one = Fraction(longest) + (Fraction(longest**2, quadratic_length) if quadratic_length else 0)
         assert len(group) * one <= max(l_max, one)
+
+
+def costs_of_an_epoch(lengths: list[int], l_max: int, cost: TokenCost, true_cost: TokenCost) -> list[Fraction]:
+    """Costs of one rank's groups, buffer after buffer of 1,024 samples, each begun with the tail of the one before."""
+    costs: list[Fraction] = []
+    tail: list[int] = []
+    for start in range(0, len(lengths), 1024):
+        buffer = tail + lengths[start : start + 1024]
+        groups, open_tail = group_by_budget(buffer, l_max, cost=cost)
+        costs += [true_cost.of(len(group), max(buffer[i] for i in group)) for group in groups]
+        tail = [buffer[i] for i in open_tail]
+    return costs
+
+
+def test_where_memory_is_quadratic_the_linear_rule_leaves_most_of_it_unused() -> None:
+    """Both rules allow what the longest sample costs alone; the one that knows the cost needs half as many steps."""
+    true_cost, l_max = TokenCost.quadratic(4096), LENGTH_MIXES["sharegpt4o"].l_max
+    lengths = [length for length in length_mix("sharegpt4o", 10_000).tolist() if length <= l_max]
+    available = math.ceil(true_cost.of(1, max(lengths)))
+    linear = costs_of_an_epoch(lengths, l_max, TokenCost.linear(), true_cost)
+    quadratic = costs_of_an_epoch(lengths, available, true_cost, true_cost)
+    assert max(linear) <= available
+    assert max(quadratic) <= available
+    assert sum(linear) / len(linear) < available * 0.45 < available * 0.8 < sum(quadratic) / len(quadratic)
+    assert len(quadratic) < len(linear) / 2
