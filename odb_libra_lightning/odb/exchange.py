@@ -42,11 +42,7 @@ class Broadcast:
     payload: bytes | None
 
 
-<<<<<<< HEAD
 Exchange: TypeAlias = Generator[Gather | Broadcast | Room, Any, T]
-=======
-Exchange: TypeAlias = Generator[Gather | Room, Any, T]
->>>>>>> main
 
 
 def gather(values: Sequence[int], *, failure: str | None = None) -> Exchange[Message]:
