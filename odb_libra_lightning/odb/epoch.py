@@ -149,6 +149,7 @@ class RankEpoch:
         self._protocol = RankProtocol(
             l_max=self._config.l_max,
             cost=self._config.token_cost,
+            join=self._config.mode == "join",
             order_seed=[self._config.seed, self._start.epoch, self._deal],
             observed=self._observed,
         )
@@ -187,7 +188,6 @@ class RankEpoch:
 
     def _play_deal(self) -> EpochEvents[None]:
         """Rounds until all ranks are through; in `non_join` mode, until one is."""
-        through = np.all if self._config.mode == "join" else np.any
         while not self._steps.limit_reached:
             self._failure.attempt(self._fill)
             result = yield from self._protocol.play_round(
@@ -201,7 +201,7 @@ class RankEpoch:
             self._emitted += sum(map(len, result.groups))
             self._watch(result)
             views = self._account(result)
-            if through(result.finished):
+            if result.ended:
                 return
             facts = RoundFacts(
                 round=self._rounds + result.number,

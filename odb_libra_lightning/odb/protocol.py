@@ -52,6 +52,7 @@ class GroupingRound:
         number: number of the round, from 0.
         steps: training steps that every rank takes in the round; 0 for a skipped one.
         groups: this rank's groups in the order of the steps; empty where it has no data left.
+        ended: whether no round follows.
         reports: what each rank said, int64 `[W, len(RankReport._fields)]`.
         dropped: views of all ranks that a policy has dropped.
         emitted: views of all ranks in each of the steps.
@@ -60,6 +61,7 @@ class GroupingRound:
     number: int
     steps: int
     groups: list[list[Sample]]
+    ended: bool
     reports: Message
     dropped: Views
     emitted: list[Views]
@@ -74,22 +76,18 @@ class GroupingRound:
         """Views of all ranks not emitted when the round began, `R + Q + B`; it falls in every round with steps."""
         return int(sum(self.column(name).sum() for name in ("in_sampler", "in_workers", "buffered")))
 
-    @property
-    def finished(self) -> Message:
-        """Whether each rank is through, `[W]`."""
-        finished: Message = self.column("status") == FINISHED
-        return finished
-
 
 class RankProtocol:
     """The buffer of one rank, and the rounds that empty it.
 
-    Guarantee: every sample that is put in comes out in exactly one group, as long as rounds are played until all
-    ranks are finished; every rank takes the same number of steps; no rank is finished while it has a sample anywhere.
+    Guarantee: every rank takes the same number of steps, and no rank is finished while it has a sample anywhere. In
+    `join` mode the rounds end when all ranks are finished, and every sample that was put in has come out in exactly one
+    group; in `non_join` mode they end when one is, and what the others have is left.
 
     Args:
         l_max: budget of a batch, tokens.
         cost: what a batch costs of it.
+        join: whether rounds end when all ranks are finished, not when one is.
         order_seed: seed of the order of a round's groups, the same on every rank.
         observed: whether to learn which views the other ranks emit. Only simulations of very many ranks do without.
 
@@ -98,9 +96,12 @@ class RankProtocol:
         rounds: rounds played so far.
     """
 
-    def __init__(self, *, l_max: int, cost: TokenCost, order_seed: Sequence[int], observed: bool = True) -> None:
+    def __init__(
+        self, *, l_max: int, cost: TokenCost, join: bool, order_seed: Sequence[int], observed: bool = True
+    ) -> None:
         self._l_max = l_max
         self._cost = cost
+        self._ended = all if join else any
         self._order_seed = order_seed
         self._observed = observed
         self._dropped: list[int] = []
@@ -142,7 +143,8 @@ class RankProtocol:
         reports = yield from gather(report, failure=failure)
         number, self.rounds = self.rounds, self.rounds + 1
         by_field = dict(zip(RankReport._fields, reports.T.tolist(), strict=True))
-        steps = _steps(by_field["status"], by_field["free_slots"], by_field["groupable"])
+        ended = self._ended(status == FINISHED for status in by_field["status"])
+        steps = 0 if ended else _steps(by_field["status"], by_field["free_slots"], by_field["groupable"])
         taken = self._take(align_groups(groups, steps)[0], number) if groups and steps else []
         dropped, emitted = np.empty(0, np.int64), [np.empty(0, np.int64)] * steps
         if steps or any(by_field["dropped"]):
@@ -153,7 +155,7 @@ class RankProtocol:
             if self._observed:
                 dropped, *emitted = _unpacked(everyone, lists=steps + 1, views=views)
             self._dropped = []
-        return GroupingRound(number, steps, taken, reports, dropped, emitted)
+        return GroupingRound(number, steps, taken, ended, reports, dropped, emitted)
 
     def _take(self, groups: list[list[int]], number: int) -> list[list[Sample]]:
         """Groups of samples in the order of the steps, which all ranks share; they leave the buffer."""

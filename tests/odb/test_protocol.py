@@ -22,7 +22,7 @@ class Rank:
         self.steps = 0
         self.slots = 2
         self.random = random
-        self.protocol = RankProtocol(l_max=l_max, cost=TokenCost(), order_seed=[0])
+        self.protocol = RankProtocol(l_max=l_max, cost=TokenCost(), join=True, order_seed=[0])
         self.rounds: list[GroupingRound] = []
         self.views = len(lengths)
 
@@ -42,7 +42,7 @@ class Rank:
             assert sum(held) == self.views, "each view is in one of sampler, workers, buffer, and emitted (R, Q, B, E)"
             result = yield from self.protocol.play_round(in_sampler=held[0], in_workers=held[1], free_slots=self.slots)
             self.rounds.append(result)
-            if result.finished.all():
+            if result.ended:
                 return
             assert not result.groups or len(result.groups) == result.steps
             self.emitted += [sample for group in result.groups for sample in group]
@@ -72,5 +72,5 @@ def test_every_view_is_emitted_once_in_equal_steps(shares, l_max, random) -> Non
         waiting = (result.column("status") == 0).any()
         full = (result.column("free_slots") == 0).any()
         finished = (result.column("status") == FINISHED).any()
-        assert (result.steps == 0) == (waiting or (full and not finished) or result.finished.all())
+        assert (result.steps == 0) == (waiting or (full and not finished) or result.ended)
         assert result.number == number
