@@ -245,6 +245,11 @@ class ODBLoader:
                 self._control = ControlStore(
                     rank=rank, world_size=world_size, timeout=self.config.timeout, transport=self.config.transport
                 )
+            if (found := len(self._control.members)) != self._replica_size:
+                raise ValueError(
+                    f"replica_size={self._replica_size}, and {found} of the processes say that they are data-parallel "
+                    f"rank {rank} of {world_size}: give each its own rank, or replica_size={found}"
+                )
             channel = self._control.replica_channel()
             if channel is not None and not self._control.leads:
                 return FollowerFeed(channel)
