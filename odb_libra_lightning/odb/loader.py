@@ -11,18 +11,16 @@ from typing import Any
 
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.collate_process import CollateProcess
 from odb_libra_lightning.odb.config import LoaderConfig, takes_settings
+from odb_libra_lightning.odb.feeds import Feed, FollowerFeed, LeaderFeed, LocalFeed, decoder
 from odb_libra_lightning.odb.position import Position
 from odb_libra_lightning.odb.rank_data import RankData, RankJob
 from odb_libra_lightning.odb.rendezvous import ControlStore, current_rank
-from odb_libra_lightning.odb.replica import Feed, FollowerFeed, LeaderFeed
 from odb_libra_lightning.odb.sharding import check_shard, samples_drawn
 from odb_libra_lightning.odb.steps import Step
-from odb_libra_lightning.odb.wire import from_bytes
 
 # Batches whose facts are kept: a trainer looks a batch or two ahead of the one that it trains on.
 _RECENT = 16
@@ -224,9 +222,6 @@ class ODBLoader:
         step = next(steps, None)
         if step is None:
             return _END
-        batch = from_bytes(step.payload)
-        if self.config.pin_memory and torch.cuda.is_available():
-            batch = pin_memory(batch)  # type: ignore[no-untyped-call]
         now = time.perf_counter()
         since = self._given_at if self._recent else begin
         self._recent.append(replace(step.info, wait_s=now - begin, elapsed_s=now - since))
@@ -236,9 +231,10 @@ class ODBLoader:
             self.position.end(settle=not self._marks)
         elif not self._marks:
             self.position.settle(through=step.info.batch_idx)
-        return batch
+        return step.payload
 
     def _open_feed(self, rank: int, world_size: int) -> Feed:
+        decode = decoder(pinned=self.config.pin_memory)
         channel = control = None
         if world_size * self._replica_size > 1:
             if self._control is None:
@@ -252,7 +248,7 @@ class ODBLoader:
                 )
             channel = self._control.replica_channel()
             if channel is not None and not self._control.leads:
-                return FollowerFeed(channel)
+                return FollowerFeed(channel, decode)
             control = self._control.next_group()
         job = RankJob(
             dataset=self.dataset,
@@ -263,8 +259,10 @@ class ODBLoader:
             world_size=world_size,
             control=control,
         )
-        feed = CollateProcess(job) if self.config.num_workers else RankData(job)
-        return LeaderFeed(feed, channel) if channel is not None else feed
+        if channel is not None:
+            encoded = CollateProcess(job) if self.config.num_workers else LocalFeed(RankData(job), bytes)
+            return LeaderFeed(encoded, channel, decode)
+        return CollateProcess(job, decode) if self.config.num_workers else LocalFeed(RankData(job), decode)
 
     def _ranks(self) -> tuple[int, int]:
         rank, world_size = self._given_ranks or current_rank()

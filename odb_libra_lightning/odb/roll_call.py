@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -22,8 +23,12 @@ _GAVE_UP = b"gave up"  # it noticed itself that another one is missing
 # What stands in place of a message that will not come.
 NO_MESSAGE = b""
 
-# How long it may take until a process's end is known to all.
+# Key that says that somebody is lost, or has given up.
+_NEWS = "news"
+# How long it may take until the end of a process is known to all.
 _NEWS_S = 2.0
+# How long a rank that has heard of it goes on, for the others to hear too; longer than `GlooTransport` looks away.
+_LINGER_S = 1.5
 # How often the messages that a lost rank owes are marked.
 _MARK_S = 0.5
 # Without an answer from the other host, a connection counts as broken after 5 + 3 * 2 seconds.
@@ -87,31 +92,40 @@ class RollCall:
             raise self._store_lost() from error
         return self.number
 
+    def has_news(self) -> bool:
+        """Whether some rank is known to be lost, or another one has given up waiting."""
+        try:
+            return bool(self.store.check([_NEWS]))
+        except RuntimeError as error:
+            raise self._store_lost() from error
+
     def absence(self, *, waited: float) -> PeerLostError:
         """What to raise once the present exchange has failed: who did not come.
+
+        Returns when all ranks that wait in it have had time to hear of it, as this one may be rank 0, whose process
+        ends and takes the store along.
 
         Args:
             waited: seconds that this rank has waited in the exchange.
         """
         me = self.names[self.rank]
-        hung = waited >= 0.95 * self.timeout
-        deadline = time.monotonic() + (0 if hung else _NEWS_S)
+        deadline = time.monotonic() + (0 if waited >= 0.95 * self.timeout else _NEWS_S)
         try:
-            while True:
-                found = self.store.multi_get(self._keys)
-                lost = [member for member, at in enumerate(found) if at == _LOST]
-                if lost or time.monotonic() > deadline:
-                    break
+            while not self.has_news() and time.monotonic() < deadline:
                 time.sleep(0.05)
+            found = self.store.multi_get(self._keys)
+            lost = [member for member, at in enumerate(found) if at == _LOST]
+            late = [member for member, at in enumerate(found) if at.isdigit() and int(at) < self.number]
             self.store.set(self._keys[self.rank], _GAVE_UP)
+            self._tell([] if lost else late)
         except RuntimeError:
             return self._store_lost()
+        time.sleep(_LINGER_S)
         if lost:
             return PeerLostError(
                 f"{me}: {self._named(lost)} does not answer, its process has ended before the epoch did; "
                 "its own output says why"
             )
-        late = [member for member, at in enumerate(found) if at.isdigit() and int(at) < self.number]
         if late:
             return PeerLostError(
                 f"{me}: {self._named(late)} does not answer within {self.timeout:g} s; it hangs, or reading its "
@@ -142,21 +156,29 @@ class RollCall:
         for option, value in _KEEPALIVE:
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        weakref.finalize(self, _hang_up, connection)  # which ends the thread
-        threading.Thread(target=_wait_for_end, args=(connection, weakref.ref(self), member), daemon=True).start()
+        over = threading.Event()
+        watch = threading.Thread(target=_wait_for_end, args=(connection, weakref.ref(self), member, over), daemon=True)
+        watch.start()
+        # At the interpreter's exit too: a thread that then is inside the store would abort the process.
+        weakref.finalize(self, _end_watch, watch, connection, over, os.getpid())
 
     def _mark_lost(self, member: int) -> None:
-        """Tell all that a process has ended, those too who wait for its message in the store.
-
-        Its next message is that of the exchange that this rank is in, or of the one after it: it cannot have gone
-        further without this rank's own message. Marks beyond what it sent are never read otherwise.
-        """
         with contextlib.suppress(RuntimeError):  # the store has ended too, and whoever needs it sees that
             if self.store.get(self._keys[member]) not in (_GAVE_UP, _LOST):
                 self.store.set(self._keys[member], _LOST)
-            number = self.number
-            for owed in (number, number + 1):
+            self._tell([member])
+
+    def _tell(self, members: Sequence[int]) -> None:
+        """Tell all that some will not come, those too who wait for their messages in the store.
+
+        The next message of such a rank is that of the exchange that this rank is in, or of the one after it: it cannot
+        have gone further without this rank's own message. A mark beside a message is never read.
+        """
+        number = self.number
+        for owed in (number, number + 1):
+            for member in members:
                 self.store.compare_set(message_key(owed, member), NO_MESSAGE, NO_MESSAGE)
+        self.store.set(_NEWS, "")
 
 
 def message_key(number: int, member: int) -> str:
@@ -178,17 +200,24 @@ def _absent(store: Store, keys: list[str]) -> list[int]:
     return search(0, len(keys))
 
 
-def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-def _wait_for_end(connection: socket.socket, watcher: weakref.ref[RollCall], member: int) -> None:
+def _wait_for_end(
+    connection: socket.socket, watcher: weakref.ref[RollCall], member: int, over: threading.Event
+) -> None:
     with contextlib.suppress(OSError):
         connection.recv(1)
-    connection.close()
     # Again and again, since this rank and those ahead of it may come to the message that is missing only later.
-    while (roll := watcher()) is not None:
+    while not over.is_set() and (roll := watcher()) is not None:
         roll._mark_lost(member)
         del roll
-        time.sleep(_MARK_S)
+        over.wait(_MARK_S)
+
+
+def _end_watch(watch: threading.Thread, connection: socket.socket, over: threading.Event, process: int) -> None:
+    if os.getpid() != process:
+        return  # a forked process, whose socket is the parent's
+    over.set()
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    if watch is not threading.current_thread():
+        watch.join(_NEWS_S)
+    connection.close()

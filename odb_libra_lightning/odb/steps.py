@@ -34,14 +34,16 @@ STEPS_PER_EXCHANGE = 4
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step: what is known of the batch, the batch as bytes, and the views of all ranks that it is done with.
+    """A finished step: what is known of the batch, the batch, and the views of all ranks that are done with it.
+
+    The batch is as it travels, in bytes, until a `Feed` decodes it.
 
     `views` are of the epoch's only deal in `join`; in `non_join`, where what is left is dealt anew, they are positions
     in the epoch's order.
     """
 
     info: BatchInfo
-    payload: bytes
+    payload: Any
     views: Views = field(compare=False)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
+from odb_libra_lightning.odb.errors import PeerLostError
 from odb_libra_lightning.odb.exchange import Broadcast, Gather, Message, Room
 from odb_libra_lightning.odb.roll_call import NO_MESSAGE, RollCall, message_key
 
@@ -21,6 +22,8 @@ Events: TypeAlias = Generator[Any, Any, None]
 
 # What a message in the store begins with, so that an empty one differs from `NO_MESSAGE`.
 _PRESENT = b"+"
+# How often a rank that waits in Gloo looks whether another is lost.
+_LOOK_S = 1.0
 # A store refuses values over 8 MiB.
 _PIECE_BYTES = 4 << 20
 
@@ -109,11 +112,22 @@ class GlooTransport:
         return data.numpy().tobytes()
 
     def _wait(self, begin_work: Callable[[Any], Any]) -> None:
+        """Wait for an exchange, and for the news that it cannot succeed.
+
+        Only a lost rank's neighbours in Gloo's ring see a connection break; the others wait for ranks that are alive.
+        """
         begin = time.monotonic()
         try:
-            begin_work(self._group).wait()
+            work = begin_work(self._group)
+            while not _ends(work, within=_LOOK_S) and not self._roll.has_news():
+                pass
+            if work.is_completed():
+                return
+        except PeerLostError:
+            raise
         except RuntimeError as error:
             raise self._roll.absence(waited=time.monotonic() - begin) from error
+        raise self._roll.absence(waited=time.monotonic() - begin)
 
 
 class StoreTransport:
@@ -180,6 +194,17 @@ class StoreTransport:
             yield
         except RuntimeError as error:
             raise self._roll.absence(waited=time.monotonic() - begin) from error
+
+
+def _ends(work: Any, *, within: float) -> bool:
+    """Whether Gloo has done its work; raises what it met."""
+    try:
+        work.wait(timedelta(seconds=within))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
 
 
 def _own(payload: bytes | None) -> bytes:

@@ -118,20 +118,19 @@ def test_real_ranks_hear_the_same_and_leave_nothing_in_the_store(transport: str,
 
 def lose(transport: str, how: str, patience: float) -> str:
     rank, carrier, _store = join(transport, patience)
-    for _ in range(3):
-        carrier.all_gather(np.array([rank]))
-    if how == "stop" and rank == 1:
-        time.sleep(patience + 5)
-    elif how != "stop" and rank == int(how):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 2:
-        time.sleep(1.5)  # still at its own work when the other goes
     try:
-        carrier.all_gather(np.array([rank]))
-        carrier.all_gather(np.array([rank]))
+        for number in range(5):
+            carrier.all_gather(np.array([rank]))
+            if number == 2 and rank == 1 and how == "stop":
+                time.sleep(patience + 4)
+            elif number == 2 and how == str(rank):
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif number == 2 and rank == 2:
+                time.sleep(1.5)  # still at its own work when the other goes
     except PeerLostError as error:
-        if rank == 0:
-            time.sleep(8 if how == "stop" else 3)  # the store is still needed
+        if how == "stop" and rank == 0:
+            time.sleep(6)  # for the late one to find the store
+        dist.destroy_process_group()
         return str(error)
     raise AssertionError(f"rank {rank} did not notice")
 
@@ -145,7 +144,7 @@ def lose(transport: str, how: str, patience: float) -> str:
     ],
 )
 def test_a_dead_rank_is_named_long_before_the_timeout(transport: str, how: str, says: str, tmp_path: Path) -> None:
-    ended = start_ranks(lose, 3, tmp_path, timeout=60, transport=transport, how=how, patience=600)
+    ended = start_ranks(lose, 4, tmp_path, timeout=60, transport=transport, how=how, patience=600)
     for me, end in enumerate(ended):
         if me == int(how):
             assert end.code == -signal.SIGKILL
@@ -156,9 +155,10 @@ def test_a_dead_rank_is_named_long_before_the_timeout(transport: str, how: str, 
 
 @TRANSPORTS
 def test_a_rank_that_hangs_is_named_after_the_timeout(transport: str, tmp_path: Path) -> None:
-    zero, one, two = run_ranks(lose, 3, tmp_path, transport=transport, how="stop", patience=4)
+    zero, one, two, three = run_ranks(lose, 4, tmp_path, transport=transport, how="stop", patience=4)
     assert zero.startswith("rank 0: rank 1 does not answer within 4 s")
     assert two.startswith("rank 2: rank 1 does not answer within 4 s")
+    assert three.startswith("rank 3: rank 1 does not answer within 4 s")
     assert re.match("rank 1 came too late|rank 1: rank [02]", one)
 
 
@@ -214,8 +214,7 @@ def lose_a_replica(silent: int) -> Any:
         while True:  # the leader need not notice in the first
             channel.broadcast(b"x" if me == 0 else None)
     except PeerLostError as error:
-        if me == 0:
-            time.sleep(3)  # the store is still needed
+        dist.destroy_process_group()
         return str(error)
 
 
