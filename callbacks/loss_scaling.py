@@ -20,10 +20,19 @@ class ZeroWeightSteps(L.Callback):
     The factor is applied to the gradient where it enters the loss, in a hook on the loss tensor, so it works
     with every strategy that calls backward through Lightning, under any precision, and whatever the user's
     `training_step` returns or logs stays as it is.
+
+    Give it to the trainer in place of `TokenLossScaling` where a part of the loss is not to be weighted by tokens, and
+    weigh the rest in `training_step`:
+
+    Example:
+        >>> def training_step(self, batch, batch_idx):
+        ...     loss, auxiliary = self.losses(batch)
+        ...     return loss * batch_info(self.trainer, batch_idx).loss_weight + 0.01 * auxiliary
     """
 
     def __init__(self) -> None:
         self._info: BatchInfo | None = None
+        self._scaling: Any = None  # handle of the hook on the loss of the last backward pass
         self._zeroed: list[Any] = []  # handles of the hooks on parameters in a step of weight 0
         self.idle_without_odb = False  # set by the datamodule that adds the callback: other loaders are no mistake then
 
@@ -62,6 +71,10 @@ class ZeroWeightSteps(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._free_parameters()
 
+    def _factor(self, info: BatchInfo) -> float:
+        """Factor on the gradient of a batch's loss."""
+        return float(info.loss_weight != 0.0)
+
     def _free_parameters(self) -> None:
         while self._zeroed:
             self._zeroed.pop().remove()
@@ -70,9 +83,11 @@ class ZeroWeightSteps(L.Callback):
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
         if self._info is None or not loss.requires_grad:
             return
-        weight = self._info.loss_weight
-        loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
-        if weight == 0.0:
+        factor = self._factor(self._info)
+        if self._scaling is not None:  # of an earlier backward pass of the step, perhaps on the same tensor
+            self._scaling.remove()
+        self._scaling = loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+        if factor == 0.0:
             # The mean over no label at all is 0/0, and 0 times its gradient is not 0.
             for parameter in pl_module.parameters():
                 if parameter.requires_grad:
@@ -88,6 +103,10 @@ class TokenLossScaling(ZeroWeightSteps):
 
     `ODBDataModule` adds this callback where it is missing.
     """
+
+    @override
+    def _factor(self, info: BatchInfo) -> float:
+        return info.loss_weight
 
     @override
     def on_train_batch_start(

@@ -106,7 +106,11 @@ def largest_difference(a: list[float], b: list[float]) -> float:
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_weights_equal_one_process_on_the_token_mean(world_size: int, tmp_path: Path) -> None:
     size = 45  # of which two or four ranks repeat a few
-    runs = [{"accumulation": accumulation, "size": size, "l_max": 150} for accumulation in (1, 3, 4)]
+    runs = [
+        {"accumulation": accumulation, "size": size, "l_max": 150, "mode": mode}
+        for accumulation in (1, 3, 4)
+        for mode in ("join", "non_join")
+    ]
     results = run_ranks(fit_masked, world_size, tmp_path, devices=world_size, runs=runs)
     for run, *ranks in zip(runs, *results, strict=True):
         expected = replay(ranks, size, run["accumulation"])
