@@ -27,8 +27,8 @@ NO_MESSAGE = b""
 _NEWS = "news"
 # How long it may take until the end of a process is known to all.
 _NEWS_S = 2.0
-# How long a rank that has heard of it goes on, for the others to hear too; longer than `GlooTransport` looks away.
-_LINGER_S = 1.5
+# How long a rank that has heard of it goes on, for the others to hear too; longer than `GlooTransport` takes for it.
+_LINGER_S = 2.5
 # How often the messages that a lost rank owes are marked.
 _MARK_S = 0.5
 # Without an answer from the other host, a connection counts as broken after 5 + 3 * 2 seconds.
@@ -99,7 +99,7 @@ class RollCall:
         except RuntimeError as error:
             raise self._store_lost() from error
 
-    def absence(self, *, waited: float) -> PeerLostError:
+    def absence(self, *, waited: float, cause: object = "") -> PeerLostError:
         """What to raise once the present exchange has failed: who did not come.
 
         Returns when all ranks that wait in it have had time to hear of it, as this one may be rank 0, whose process
@@ -107,6 +107,7 @@ class RollCall:
 
         Args:
             waited: seconds that this rank has waited in the exchange.
+            cause: what the transport says, for the case that nobody is missing.
         """
         me = self.names[self.rank]
         deadline = time.monotonic() + (0 if waited >= 0.95 * self.timeout else _NEWS_S)
@@ -133,7 +134,10 @@ class RollCall:
             )
         if _GAVE_UP in found:
             return PeerLostError(f"{me} came too late: the others had given up after {self.timeout:g} s")
-        return PeerLostError(f"{me}: the exchange failed, though all ranks of the group are there")
+        return PeerLostError(
+            f"{me}: the ranks of the group are all there and cannot exchange messages; where a host has several "
+            f"networks, set GLOO_SOCKET_IFNAME to the interface of the one that all share ({cause})"
+        )
 
     def _named(self, members: Sequence[int]) -> str:
         return " and ".join(self.names[member] for member in members)

@@ -90,7 +90,7 @@ class GlooTransport:
                 options._timeout = timeout
                 self._group = ProcessGroupGloo(roll.store, roll.rank, len(roll.names), options)
         except RuntimeError as error:
-            raise roll.absence(waited=time.monotonic() - begin) from error
+            raise roll.absence(waited=time.monotonic() - begin, cause=error) from error
 
     def all_gather(self, message: Message) -> Message:
         """Gather over Gloo."""
@@ -119,14 +119,16 @@ class GlooTransport:
         begin = time.monotonic()
         try:
             work = begin_work(self._group)
-            while not _ends(work, within=_LOOK_S) and not self._roll.has_news():
-                pass
+            while not _ends(work, within=_LOOK_S):
+                # Who is gone may have done its part before, as at an epoch's end.
+                if self._roll.has_news() and not _ends(work, within=_LOOK_S):
+                    break
             if work.is_completed():
                 return
         except PeerLostError:
             raise
         except RuntimeError as error:
-            raise self._roll.absence(waited=time.monotonic() - begin) from error
+            raise self._roll.absence(waited=time.monotonic() - begin, cause=error) from error
         raise self._roll.absence(waited=time.monotonic() - begin)
 
 
@@ -193,7 +195,7 @@ class StoreTransport:
         try:
             yield
         except RuntimeError as error:
-            raise self._roll.absence(waited=time.monotonic() - begin) from error
+            raise self._roll.absence(waited=time.monotonic() - begin, cause=error) from error
 
 
 def _ends(work: Any, *, within: float) -> bool:
