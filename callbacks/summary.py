@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from odb_libra_lightning.callbacks.loader_access import batch_info
+from odb_libra_lightning.callbacks.loader_access import batch_info, training_loader
 from odb_libra_lightning.callbacks.totals import Totals
 from odb_libra_lightning.odb.padding import fixed_batch_padded_tokens, padding_ratio
 
@@ -51,6 +51,12 @@ class RunSummary(L.Callback):
             self._begin -= info.wait_s  # the trainer draws the first batch before it says that training starts
         self._dropped[info.epoch] = info.samples_dropped
         self._lengths.extend(info.lengths[: _MOST_LENGTHS - len(self._lengths)])
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        account = training_loader(trainer).position.account
+        if account is not None:  # it knows of samples that were dropped after the last step, too
+            self._dropped[account.epoch] = account.dropped
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -16,6 +16,7 @@ class EpochAccount:
         epoch: number of the epoch, from 0.
         samples: samples that the epoch draws, `N`.
         emitted: views trained on or dropped, `S_emit`.
+        dropped: views among them that a policy dropped.
         identities: samples of which at least one view is among them.
         deals: how often samples were dealt out to the ranks, at least 1.
         largest_remainder: most views that were left when a deal ended for another.
@@ -24,6 +25,7 @@ class EpochAccount:
     epoch: int
     samples: int
     emitted: int
+    dropped: int
     identities: int
     deals: int
     largest_remainder: int
@@ -35,7 +37,10 @@ class EpochAccount:
 
     @property
     def eta_logical(self) -> float:
-        """Largest share of the epoch that a deal left to the next; at most `W * D / N`."""
+        """Largest share of the epoch that a deal left to the next.
+
+        At most `W * D / N` where no rank holds more than `D` views when the first of them is through.
+        """
         return self.largest_remainder / self.samples
 
     @property

@@ -62,6 +62,16 @@ class EpochLedger:
         mine: Views = self.views[rank :: self.world_size]
         return mine[~self._done[mine]]
 
+    def drop_the_rest(self) -> None:
+        """Count what is left as dropped: an epoch that is over has trained on all else."""
+        if self._equal:
+            self.dropped += len(self.views) - int(self._done.sum())
+            self.mark(self.views)
+        else:  # positions are marked here, not views: see `Step`
+            left = np.flatnonzero(~self._all_done())
+            self.dropped += len(left)
+            self.mark(left)
+
     def share_sizes(self) -> Views:
         """Number of views that each rank has still to draw, int64 `[world_size]`."""
         undone = np.flatnonzero(~self._done[self.views])

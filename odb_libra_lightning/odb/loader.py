@@ -228,7 +228,7 @@ class ODBLoader:
         self._given_at = now
         self.position.give(step.info, step.views)
         if step.info.batch_idx + 1 == limit:
-            self.position.end(settle=not self._marks)
+            self.position.end(settle=not self._marks, limited=True)
         elif not self._marks:
             self.position.settle(through=step.info.batch_idx)
         return step.payload

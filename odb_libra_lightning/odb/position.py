@@ -34,6 +34,7 @@ class Position:
         self._next_step: int | None = None  # by which number a trainer calls the batch after the loaded state
         self._given: deque[tuple[BatchInfo, Views]] = deque()  # and not trained on
         self._ended = False  # whether the last pass came to its end
+        self._limited = False  # by the trainer's hand
         self._deals: list[int] = []  # what each ended deal of the epoch had left
         self._last: BatchInfo | None = None
         self._account: EpochAccount | None = None
@@ -102,12 +103,20 @@ class Position:
         self._ledger.dropped = info.samples_dropped
         self._loaded = self._next_step = None
 
-    def end(self, *, settle: bool) -> None:
-        """A pass came to its end; the epoch has once all its batches are trained on."""
-        self._ended = True
+    def end(self, *, settle: bool, limited: bool = False) -> None:
+        """A pass came to its end; the epoch has once all its batches are trained on.
+
+        Args:
+            settle: whether they are.
+            limited: whether the trainer ended it before its samples did.
+        """
+        self._ended, self._limited = True, limited
         self.settle(through=self._given[-1][0].batch_idx if settle and self._given else -1)
 
     def _close_epoch(self) -> None:
+        if isinstance(self._ledger, EpochLedger) and not self._limited:
+            # What no step could tell of, since none came after: samples that were drawn last, and dropped.
+            self._ledger.drop_the_rest()
         account = self.account
         self._begin_epoch(self._epoch + 1)
         self._ended, self._account = False, account
@@ -122,6 +131,7 @@ class Position:
             epoch=self._epoch,
             samples=ledger.num_samples,
             emitted=ledger.done_views,
+            dropped=ledger.dropped,
             identities=ledger.num_samples - ledger.samples_left,
             deals=len(self._deals) + 1,
             largest_remainder=max(self._deals, default=0),

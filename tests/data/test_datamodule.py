@@ -452,10 +452,11 @@ def test_the_constructor_shows_its_settings_and_refuses_others() -> None:
         ODBDataModule(Documents(3), eval_batch_size=0)
 
 
-def test_a_loader_that_does_not_know_of_accumulation_is_refused() -> None:
-    trainer = quiet_trainer(devices=1, accumulate_grad_batches=4, callbacks=[TokenLossScaling()])
-    with pytest.raises(RuntimeError, match="accumulates 4: give ODBLoader accumulation=4"):
-        trainer.fit(BigramModel(), train_dataloaders=ODBLoader(Documents(9), pad, num_workers=0))
+def test_a_loader_given_to_fit_learns_of_the_trainer_s_accumulation() -> None:
+    trainer = quiet_trainer(devices=1, max_epochs=1, accumulate_grad_batches=4, callbacks=[TokenLossScaling()])
+    loader = ODBLoader(Documents(9), pad, l_max=400, num_workers=0)
+    trainer.fit(BigramModel(), train_dataloaders=loader)
+    assert loader.info.accumulation == 4
 
 
 def test_a_schedule_of_accumulation_is_asked_before_training_begins() -> None:

@@ -104,3 +104,23 @@ def test_the_account_of_an_epoch(mode: str) -> None:
 def test_a_stream_cannot_be_dealt_anew() -> None:
     with pytest.raises(ValueError, match="needs a map-style dataset"):
         ODBLoader(iter([1, 2]), mode="non_join")
+
+
+@pytest.mark.parametrize("mode", ["join", "non_join"])
+def test_samples_dropped_after_the_last_step_are_accounted_for(mode: str) -> None:
+    loader = ODBLoader(
+        [5, 50],
+        list,
+        l_max=10,
+        num_workers=0,
+        buffer_size=1,
+        shuffle=False,
+        oversize="drop",
+        length_fn=int,
+        loss_tokens=len,
+        mode=mode,
+    )
+    list(loader)
+    account = loader.position.account
+    assert account is not None
+    assert (account.emitted, account.dropped, account.identities) == (2, 1, 2)
