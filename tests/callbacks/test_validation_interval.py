@@ -14,7 +14,13 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from odb_libra_lightning import ODBDataModule
-from odb_libra_lightning.callbacks import SamplesPerUpdateMonitor, ValidateEverySamples, batch_info
+from odb_libra_lightning.callbacks import (
+    SampleProgressBar,
+    SamplesPerUpdateMonitor,
+    StepsPerEpochMonitor,
+    ValidateEverySamples,
+    batch_info,
+)
 from tests.launch import run_ranks
 from tests.modules import BigramModel, quiet_trainer
 from tests.samples import Documents, pad
@@ -81,7 +87,7 @@ def test_a_step_that_passes_several_multiples_validates_once() -> None:
 
 def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
     def run(resume: str | None = None) -> Record:
-        steps = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=5)
+        steps = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=10)
         validated = ModelCheckpoint(tmp_path, filename="val{step}", save_top_k=-1, save_on_train_epoch_end=False)
         _, record = fit(
             ValidateEverySamples(20),
@@ -205,6 +211,36 @@ def test_log_every_n_steps_counts_updates() -> None:
     every = steps_of_two_epochs()[0]
     trainer, _ = fit(SamplesPerUpdateMonitor(), max_epochs=1, log_every_n_steps=every)
     assert float(trainer.callback_metrics["odb/samples_per_update"]) == pytest.approx(30 / every)
+
+
+def test_the_steps_of_an_epoch_are_estimated_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, float]] = []
+
+    class Log(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            rows.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+
+    fit(
+        *[StepsPerEpochMonitor(), Log(), SampleProgressBar()],
+        max_epochs=1,
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+    )
+    steps = len(rows)
+    assert "odb/steps_per_epoch" not in rows[0], "one step shows no spread"
+    assert (rows[-1]["odb/steps_per_epoch"], rows[-1]["odb/steps_per_epoch_error"]) == (steps, 0)
+    errors = [row["odb/steps_per_epoch_error"] for row in rows[1:]]
+    assert max(errors[len(errors) // 2 :]) < max(errors[: len(errors) // 2])
+    output = capsys.readouterr().out
+    assert "steps=1/~" in output
+    assert f"steps={steps}/{steps}," in output
+
+
+def test_a_limit_beyond_the_epoch_loses_the_last_short_window() -> None:
+    first = steps_of_two_epochs()[0]
+    assert first % 4, "the last window is short"
+    assert fit(max_epochs=1, accumulate_grad_batches=4)[0].global_step == first // 4 + 1
+    assert fit(max_epochs=1, accumulate_grad_batches=4, limit_train_batches=30)[0].global_step == first // 4
 
 
 @pytest.mark.parametrize(
