@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
 from typing import Any
 
 import numpy as np
 
 from odb_libra_lightning.odb.config import LoaderConfig
-from odb_libra_lightning.odb.epoch import EpochStart, RankEpoch, Step
+from odb_libra_lightning.odb.epoch import EpochStart, RankEpoch, Source, Step
 from odb_libra_lightning.odb.errors import SampleError
 from odb_libra_lightning.odb.ledger import EpochLedger, open_ledger
 from odb_libra_lightning.odb.protocol import GroupingRound
 from odb_libra_lightning.odb.reader import Draw, Failure, Sample, SampleReader
 from odb_libra_lightning.odb.sharding import epoch_order, samples_drawn
-from odb_libra_lightning.odb.transport import play
+from odb_libra_lightning.odb.transport import Events, play
+from odb_libra_lightning.odb.wire import to_bytes
 
 
 class ListSource:
@@ -47,13 +50,64 @@ class ListSource:
 
     def take(self, count: int) -> list[Sample]:
         drawn, self._draws = self._draws[:count], self._draws[count:]
-        samples = []
-        for draw in drawn:
-            sample = self._reader[draw]
-            if isinstance(sample, Failure):
-                raise SampleError(*sample)
-            samples.append(sample)
-        return samples
+        return [self._read(draw) for draw in drawn]
+
+    def _read(self, draw: Draw) -> Sample:
+        sample = self._reader[draw]
+        if isinstance(sample, Failure):
+            raise SampleError(*sample)
+        return sample
+
+
+class LateSource(ListSource):
+    """Workers that read ahead, and have less at hand than they are asked for; `SampleSource` would wait instead.
+
+    Nothing has arrived in the first `latency` rounds; from then on at least one more view arrives in each round.
+    """
+
+    def __init__(
+        self, dataset: Sequence[Any], rank: int, config: LoaderConfig, *, latency: int, random: Random
+    ) -> None:
+        super().__init__(dataset, rank, config)
+        self._latency = latency
+        self._random = random
+        self._workers: list[Draw] = []
+        self._rounds = self._arrived = 0
+
+    def start(self, ledger: EpochLedger) -> None:
+        super().start(ledger)
+        self._workers = []
+        self._rounds = self._arrived = 0
+
+    @property
+    def in_workers(self) -> int:  # type: ignore[override]
+        return len(self._workers)
+
+    def next_round(self) -> None:
+        """A round is over."""
+        self._rounds += 1
+        if self._rounds >= self._latency:
+            self._arrived += self._random.randint(1, 9)
+
+    def take(self, count: int) -> list[Sample]:
+        ready = min(count, self._arrived, self.in_sampler + self.in_workers)
+        ahead = max(ready, self._random.randint(0, 20)) - self.in_workers
+        if ahead > 0:
+            self._workers += self._draws[:ahead]
+            del self._draws[:ahead]
+        taken, self._workers = self._workers[:ready], self._workers[ready:]
+        self._arrived -= ready
+        return [self._read(draw) for draw in taken]
+
+
+class LengthSource(ListSource):
+    """For large epochs: a dataset of lengths that are samples themselves, without the reader and its policies."""
+
+    def _read(self, draw: Draw) -> Sample:
+        return Sample(draw.view, draw.identity, self._reader.dataset[draw.identity], _NOTHING)
+
+
+_NOTHING = to_bytes(None)
 
 
 class UnevenLedger(EpochLedger):
@@ -71,6 +125,18 @@ class UnevenLedger(EpochLedger):
         return np.array([len(share) for share in self._shares])
 
 
+def tapped(events: Events, tap: Callable[[Any], None]) -> Events:
+    """The same events, each of them shown to `tap` on its way."""
+    answer: Any = None
+    while True:
+        try:
+            event = events.send(answer)
+        except StopIteration:
+            return
+        tap(event)
+        answer = yield event
+
+
 def simulate(
     dataset: Sequence[Any],
     *,
@@ -84,9 +150,28 @@ def simulate(
     has_room: Callable[[int], bool] = lambda rank: True,
     watch: Callable[[int, RankEpoch, GroupingRound], None] = lambda rank, epoch, result: None,
     observed: Callable[[int], bool] = lambda rank: True,
+    source: Callable[[Sequence[Any], int, LoaderConfig], Source] = ListSource,
+    tap: Callable[[int, Any], None] = lambda rank, event: None,
     **settings: Any,
 ) -> list[list[Step]]:
-    """Steps of every rank over a list of samples; `shares` replaces the shuffled share of each rank."""
+    """Steps of every rank over a list of samples.
+
+    Args:
+        dataset: the samples.
+        world_size: number of ranks.
+        collate_fn: makes a batch of a list of samples.
+        shares: replaces the shuffled share of each rank, in `join` mode.
+        epoch: number of the epoch, from 0.
+        accumulation: micro-batches of a window.
+        limit: number of the step at which the trainer ends the epoch.
+        state: state of a ledger to go on from.
+        has_room: whether a rank has room for more steps.
+        watch: called after each round of each rank.
+        observed: whether a rank learns which views the others emit.
+        source: a rank's samples.
+        tap: called with each event of each rank.
+        settings: of `LoaderConfig`.
+    """
     if shares is not None:
         settings["shuffle"] = False
     config = LoaderConfig(**{"loss_tokens": lambda batch: 1, **settings})
@@ -112,10 +197,10 @@ def simulate(
                 start=start,
                 ledger=ledger,
                 config=config,
-                source=ListSource(dataset, rank, config),
+                source=source(dataset, rank, config),
                 collate_fn=collate_fn,
                 observed=observed(rank),
                 watch=lambda result, rank=rank: watch(rank, ranks[rank], result),
             )
         )
-    return play((rank.run() for rank in ranks), has_room=has_room)
+    return play((tapped(rank.run(), partial(tap, number)) for number, rank in enumerate(ranks)), has_room=has_room)
