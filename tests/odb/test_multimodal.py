@@ -1,4 +1,4 @@
-"""Samples whose visual tokens are counted when they are loaded, some without an image, in batches of nested structure."""
+"""Samples whose visual tokens are counted when they are loaded, some without an image, in nested batches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def collate(samples: list[dict[str, Any]]) -> CaptionBatch:
 
 def epoch(workers: int, number: int = 0) -> dict[int, int]:
     """Length of each sample in an epoch, checked against the batch that it came in."""
-    loader = ODBLoader(Captions(), collate, l_max=500, buffer_size=20, num_workers=workers, length_fn=tokens)
+    loader = ODBLoader(Captions(), collate, l_max=100, buffer_size=20, num_workers=workers, length_fn=tokens)
     loader.set_epoch(number)
     lengths: dict[int, int] = {}
     without_image = 0
@@ -65,7 +65,7 @@ def epoch(workers: int, number: int = 0) -> dict[int, int]:
             assert length == int((batch.labels[row] != -100).sum()) + visual.get(row, 0)
             assert (row in visual) == (index % 3 != 0)
             lengths[index] = length
-        assert info.padded_tokens <= max(500, max(info.lengths))
+        assert info.padded_tokens <= max(100, max(info.lengths))
         assert info.loss_tokens == int((batch.labels[:, 1:] != -100).sum())
     assert without_image > 0, "some batches have no image"
     return lengths
