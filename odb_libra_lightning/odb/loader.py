@@ -142,7 +142,7 @@ class ODBLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Number of the next epoch; without this call each pass over the loader is the one after the last."""
-        self.position.set_epoch(epoch)
+        self.position.set_epoch(epoch, carry_on=self._marks)
 
     def mark_trained(self, batch_idx: int) -> None:
         """Tell the loader that a batch has been trained on, for `state_dict`.
