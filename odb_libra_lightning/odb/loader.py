@@ -166,7 +166,14 @@ class ODBLoader:
 
         Raises:
             ValueError: if the state is of another dataset or order.
+            RuntimeError: within a pass.
         """
+        if self._busy:
+            raise RuntimeError(
+                "a loader's state can only be restored between two passes, and this loader has given out batches. A "
+                "trainer whose strategy restores checkpoints after its set-up, as for FSDP2 and DeepSpeed, draws its "
+                "first batch before that if trainer.estimated_stepping_batches is read in configure_optimizers: do not"
+            )
         self.position.load_state_dict(state_dict)
 
     @property
