@@ -1,17 +1,19 @@
-"""Lightning callbacks: exact loss weighting, and what a run shows of itself."""
+"""Lightning callbacks: exact loss weighting, schedules that follow samples, and what a run shows of itself."""
 
 from __future__ import annotations
 
 import lightning as L
 
-from odb_libra_lightning.callbacks.batching import PaddingMonitor, SamplesPerUpdateMonitor
+from odb_libra_lightning.callbacks.batching import PaddingMonitor, SamplesPerUpdateMonitor, StepsPerEpochMonitor
 from odb_libra_lightning.callbacks.loader_access import batch_info
 from odb_libra_lightning.callbacks.loss_scaling import TokenLossScaling, ZeroWeightSteps
+from odb_libra_lightning.callbacks.lr_schedule import SampleLRSchedule
 from odb_libra_lightning.callbacks.monitor import Monitor
 from odb_libra_lightning.callbacks.panels import DashboardPanels
 from odb_libra_lightning.callbacks.progress_bar import SampleProgressBar
 from odb_libra_lightning.callbacks.summary import RunSummary
 from odb_libra_lightning.callbacks.timing import DataWaitMonitor, StragglerMonitor
+from odb_libra_lightning.callbacks.validation_interval import ValidateEverySamples
 
 __all__ = [
     "DashboardPanels",
@@ -19,10 +21,13 @@ __all__ = [
     "Monitor",
     "PaddingMonitor",
     "RunSummary",
+    "SampleLRSchedule",
     "SampleProgressBar",
     "SamplesPerUpdateMonitor",
+    "StepsPerEpochMonitor",
     "StragglerMonitor",
     "TokenLossScaling",
+    "ValidateEverySamples",
     "ZeroWeightSteps",
     "batch_info",
     "monitoring",
@@ -38,6 +43,7 @@ def monitoring(*, progress_bar: bool = True) -> list[L.Callback]:
     callbacks: list[L.Callback] = [
         PaddingMonitor(),
         SamplesPerUpdateMonitor(),
+        StepsPerEpochMonitor(),
         DataWaitMonitor(),
         StragglerMonitor(),
         DashboardPanels(),

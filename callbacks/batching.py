@@ -1,13 +1,18 @@
-"""Monitors of what the batches hold: padding, and work per update."""
+"""Monitors of what the batches hold: padding, work per update, and steps of an epoch."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import lightning as L
 from typing_extensions import override
 
+from odb_libra_lightning.callbacks.loader_access import batch_info
 from odb_libra_lightning.callbacks.monitor import Monitor
 from odb_libra_lightning.callbacks.totals import Totals
 from odb_libra_lightning.odb.batch_info import BatchInfo
+from odb_libra_lightning.odb.progress import Spread, estimate_epoch
 
 
 class PaddingMonitor(Monitor):
@@ -37,3 +42,40 @@ class SamplesPerUpdateMonitor(Monitor):
             "odb/round_ms": 1000 * last.exchange_s / rounds,
             "odb/round_bytes": last.exchange_bytes / rounds,
         }
+
+
+class StepsPerEpochMonitor(Monitor):
+    """Logs how many steps (batches of a rank) the current epoch will have had, as far as they can be known.
+
+    `odb/steps_per_epoch` is the estimate and `odb/steps_per_epoch_error` its standard error, which ends at 0. Nothing
+    is logged before two steps have shown how much they differ, nor where the size of the epoch is unknown.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spread = Spread()
+        self._first = 0  # number of the epoch's first step; not 0 where a trainer counts on into the next epoch
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        info = batch_info(trainer, batch_idx)
+        self._spread.add(info.global_samples)
+        if info.samples_done - info.samples_dropped == info.global_samples:
+            self._first = batch_idx
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @override
+    def summarize(self, trainer: L.Trainer, totals: Totals, last: BatchInfo, updates: int) -> dict[str, float]:
+        if last.samples_total is None:
+            return {}
+        estimate = estimate_epoch(
+            samples_done=last.samples_done,
+            samples_total=last.samples_total,
+            steps_done=last.batch_idx - self._first + 1,
+            spread=self._spread.value,
+        )
+        if math.isinf(estimate.error):
+            return {}
+        return {"odb/steps_per_epoch": estimate.steps, "odb/steps_per_epoch_error": estimate.error}

@@ -13,6 +13,7 @@ PANELS: dict[str, dict[str, str]] = {
         "Padding ratio": "odb/padding_ratio",
         "Samples per update": "odb/samples_per_update",
         "Tokens per update": "odb/tokens_per_update",
+        "Steps per epoch (estimate)": "odb/steps_per_epoch",
     },
     "Waiting": {
         "Data wait fraction": "odb/data_wait_fraction",

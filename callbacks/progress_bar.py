@@ -12,18 +12,21 @@ from typing_extensions import override
 
 from odb_libra_lightning.callbacks.loader_access import batch_info, training_loader
 from odb_libra_lightning.callbacks.totals import Totals
+from odb_libra_lightning.odb.batch_info import BatchInfo
 
 
 class SampleProgressBar(TQDMProgressBar):
     """Lightning's bar, counting samples of all ranks instead of batches, of which nobody knows the number.
 
-    Shows samples done of the epoch's total, time left, samples/s, tokens/s and the padding ratio of the epoch.
+    Shows samples done of the epoch's total, time left, samples/s, steps done of those expected, tokens/s, and the
+    padding ratio of the epoch.
     """
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         super().__init__(refresh_rate, process_position, leave)
         self._begin = time.perf_counter()
         self._totals = Totals()
+        self._steps = ""
 
     @override
     def init_train_tqdm(self) -> Tqdm:
@@ -44,6 +47,7 @@ class SampleProgressBar(TQDMProgressBar):
     ) -> None:
         info = batch_info(trainer, batch_idx)
         self._totals.add(info)
+        self._steps = _steps(info)
         bar = self.train_progress_bar
         last = info.samples_done == info.samples_total
         if self.is_enabled and (last or (batch_idx + 1) % self.refresh_rate == 0):
@@ -56,7 +60,17 @@ class SampleProgressBar(TQDMProgressBar):
         metrics.pop("v_num", None)
         rate = self._totals.tokens / (time.perf_counter() - self._begin)
         return {
+            "steps": self._steps,
             "tokens/s": f"{rate:,.0f}",
             "padding": f"{self._totals.padding_ratio:.1%}",
             **metrics,
         }
+
+
+def _steps(info: BatchInfo) -> str:
+    """Steps of the epoch done, and how many there will be if they go on as they did."""
+    done = info.batch_idx + 1
+    total = info.samples_total
+    if not total or not info.samples_done:
+        return str(done)
+    return f"{done}/{'~' * (info.samples_done < total)}{done * total / info.samples_done:.0f}"

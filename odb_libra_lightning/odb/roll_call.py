@@ -28,7 +28,7 @@ _NEWS = "news"
 # How long it may take until the end of a process is known to all.
 _NEWS_S = 2.0
 # How long a rank that has heard of it goes on, for the others to hear too; longer than `GlooTransport` takes for it.
-_LINGER_S = 2.5
+_LINGER_S = 3.0
 # How often the messages that a lost rank owes are marked.
 _MARK_S = 0.5
 # Without an answer from the other host, a connection counts as broken after 5 + 3 * 2 seconds.
@@ -121,7 +121,10 @@ class RollCall:
             self._tell([] if lost else late)
         except RuntimeError:
             return self._store_lost()
-        time.sleep(_LINGER_S)
+        found = self._linger(found)
+        lost = lost or [member for member, at in enumerate(found) if at == _LOST]
+        # Not all who are behind hang: some may wait in vain in the exchange before. But those give up too.
+        late = [member for member, at in enumerate(found) if at.isdigit() and member != self.rank] or late
         if lost:
             return PeerLostError(
                 f"{me}: {self._named(lost)} does not answer, its process has ended before the epoch did; "
@@ -132,12 +135,20 @@ class RollCall:
                 f"{me}: {self._named(late)} does not answer within {self.timeout:g} s; it hangs, or reading its "
                 "samples takes longer; pass a larger timeout if it is meant to"
             )
-        if _GAVE_UP in found:
-            return PeerLostError(f"{me} came too late: the others had given up after {self.timeout:g} s")
         return PeerLostError(
-            f"{me}: the ranks of the group are all there and cannot exchange messages; where a host has several "
-            f"networks, set GLOO_SOCKET_IFNAME to the interface of the one that all share ({cause})"
+            f"{me}: the exchange failed though no rank is missing: this one came over {self.timeout:g} s late, or they "
+            "cannot reach one another; where a host has several networks, set GLOO_SOCKET_IFNAME to the interface of "
+            f"the one that all share ({cause})"
         )
+
+    def _linger(self, found: list[bytes]) -> list[bytes]:
+        """Wait until the others can have heard of it, and return where they stood at the last."""
+        begin = time.monotonic()
+        with contextlib.suppress(RuntimeError):  # rank 0 has ended meanwhile
+            while time.monotonic() < begin + _LINGER_S:
+                time.sleep(_LINGER_S / 6)
+                found = self.store.multi_get(self._keys)
+        return found
 
     def _named(self, members: Sequence[int]) -> str:
         return " and ".join(self.names[member] for member in members)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from odb_libra_lightning.odb.transport import LocalTransport, MeteredTransport, 
 from tests.launch import run_ranks, start_ranks
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["gloo", "store"])
+GLOO_OR_IN_FULL = pytest.mark.parametrize("transport", ["gloo", pytest.param("store", marks=pytest.mark.full)])
 # Sizes around what a store takes in one piece (4 MiB) and refuses (8 MiB).
 SIZES = (0, 1, 7, 1 << 22, (1 << 22) + 1, 9 << 20)
 
@@ -122,44 +124,55 @@ def lose(transport: str, how: str, patience: float) -> str:
         for number in range(5):
             carrier.all_gather(np.array([rank]))
             if number == 2 and rank == 1 and how == "stop":
-                time.sleep(patience + 4)
+                time.sleep(patience + 2)
+            elif number == 2 and how == "stop in it" and rank == 1:
+                threading.Timer(1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
             elif number == 2 and how == str(rank):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif number == 2 and rank == 2:
-                time.sleep(1.5)  # still at its own work when the other goes
+                time.sleep(2.5)  # still at its own work when the other goes
     except PeerLostError as error:
         if how == "stop" and rank == 0:
-            time.sleep(6)  # for the late one to find the store
+            time.sleep(4)  # for the late one to find the store
         dist.destroy_process_group()
         return str(error)
     raise AssertionError(f"rank {rank} did not notice")
 
 
-@TRANSPORTS
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("1", "rank {me}: rank 1 does not answer, its process has ended"),
-        ("0", "rank {me}: rank 0's process has ended, and the control store with it"),
-    ],
-)
-def test_a_dead_rank_is_named_long_before_the_timeout(transport: str, how: str, says: str, tmp_path: Path) -> None:
-    ended = start_ranks(lose, 4, tmp_path, timeout=60, transport=transport, how=how, patience=600)
+def check_lost(transport: str, lost: int, says: str, folder: Path) -> None:
+    ended = start_ranks(lose, 4, folder, timeout=60, transport=transport, how=str(lost), patience=600)
     for me, end in enumerate(ended):
-        if me == int(how):
-            assert end.code == -signal.SIGKILL
-        else:
-            assert end.code == 0, end.output
-            assert json.loads((tmp_path / f"rank{me}.json").read_text()).startswith(says.format(me=me))
+        assert end.code == (-signal.SIGKILL if me == lost else 0), end.output
+        if me != lost:
+            assert json.loads((folder / f"rank{me}.json").read_text()).startswith(f"rank {me}: {says}")
 
 
 @TRANSPORTS
+def test_a_dead_rank_is_named_long_before_the_timeout(transport: str, tmp_path: Path) -> None:
+    check_lost(transport, 1, "rank 1 does not answer, its process has ended", tmp_path)
+
+
+@GLOO_OR_IN_FULL
+def test_the_end_of_the_rank_that_holds_the_store_is_told_as_such(transport: str, tmp_path: Path) -> None:
+    check_lost(transport, 0, "rank 0's process has ended, and the control store with it", tmp_path)
+
+
+@GLOO_OR_IN_FULL
 def test_a_rank_that_hangs_is_named_after_the_timeout(transport: str, tmp_path: Path) -> None:
-    zero, one, two, three = run_ranks(lose, 4, tmp_path, transport=transport, how="stop", patience=4)
-    assert zero.startswith("rank 0: rank 1 does not answer within 4 s")
-    assert two.startswith("rank 2: rank 1 does not answer within 4 s")
-    assert three.startswith("rank 3: rank 1 does not answer within 4 s")
-    assert re.match("rank 1 came too late|rank 1: rank [02]", one)
+    zero, one, two, three = run_ranks(lose, 4, tmp_path, transport=transport, how="stop", patience=3)
+    assert zero.startswith("rank 0: rank 1 does not answer within 3 s")
+    assert two.startswith("rank 2: rank 1 does not answer within 3 s")
+    assert three.startswith("rank 3: rank 1 does not answer within 3 s")
+    assert re.match("rank 1: (the exchange failed though no rank is missing|rank [023])", one)
+
+
+@pytest.mark.full
+def test_a_rank_that_is_stopped_while_it_waits_is_named(tmp_path: Path) -> None:
+    ended = start_ranks(lose, 4, tmp_path, timeout=25, transport="gloo", how="stop in it", patience=4)
+    assert [end.code for end in ended] == [0, -signal.SIGKILL, 0, 0], [end.output for end in ended]
+    for me in (0, 2, 3):
+        error = json.loads((tmp_path / f"rank{me}.json").read_text())
+        assert error.startswith(f"rank {me}: rank 1 does not answer within 4 s")
 
 
 def share_ranks(layout: str) -> Any:
@@ -185,7 +198,10 @@ def share_ranks(layout: str) -> Any:
     return [list(store.members), store.leads, gathered, received, refused]
 
 
-@pytest.mark.parametrize(("layout", "members"), [("blocks", [[0, 1], [2, 3]]), ("stripes", [[0, 2], [1, 3]])])
+@pytest.mark.parametrize(
+    ("layout", "members"),
+    [("blocks", [[0, 1], [2, 3]]), pytest.param("stripes", [[0, 2], [1, 3]], marks=pytest.mark.full)],
+)
 def test_processes_that_share_a_rank_receive_from_its_leader(
     layout: str, members: list[list[int]], tmp_path: Path
 ) -> None:
