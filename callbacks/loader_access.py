@@ -44,7 +44,6 @@ def batch_info(trainer: L.Trainer, batch_idx: int) -> BatchInfo:
     except LookupError as error:
         raise RuntimeError(
             f"the trainer is at batch {batch_idx} of its epoch, and the loader has given out others ({error}). It was "
-            "not told where training goes on: the checkpoint has no state of an ODBLoader, or the trainer dropped it, "
-            "as it does for a loader given to fit() where trainer.estimated_stepping_batches is read in "
-            "configure_optimizers; resume with ODBDataModule, or from a checkpoint of an epoch's end"
+            "not told where training goes on: the checkpoint has no state of an ODBLoader. Resume from one that was "
+            "written with it, or from a checkpoint of an epoch's end"
         ) from error

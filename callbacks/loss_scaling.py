@@ -14,6 +14,12 @@ from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.loader import ODBLoader
 
 
+def _given_loader(trainer: L.Trainer) -> ODBLoader | None:
+    """The loader that `fit` was given as it is, without a datamodule."""
+    given = trainer.fit_loop._data_source.instance
+    return given if isinstance(given, ODBLoader) else None
+
+
 class ZeroWeightSteps(L.Callback):
     """Takes the gradient away from stand-in batches, which a rank without data trains on to keep step.
 
@@ -38,9 +44,15 @@ class ZeroWeightSteps(L.Callback):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        loader = trainer.fit_loop._data_source.instance
-        if stage == "fit" and isinstance(loader, ODBLoader):  # given to `fit` as it is
+        if stage == "fit" and (loader := _given_loader(trainer)) is not None:
             follow_trainer(loader, trainer)
+
+    @override
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # The trainer restores a loader's state itself, but not at the end of an epoch, nor where it is asked for early.
+        states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
+        if states and (loader := _given_loader(trainer)) is not None:
+            loader.load_state_dict(states[0])
 
     @override
     def on_train_batch_start(

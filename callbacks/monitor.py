@@ -25,6 +25,7 @@ class Monitor(L.Callback, ABC):
         self._interval = Totals()
         self._updates_logged = 0
         self._consumed = {"samples": 0, "tokens": 0}
+        self._settled = dict(self._consumed)  # in full accumulation windows; a resume trains on the rest again
 
     @abstractmethod
     def summarize(self, trainer: L.Trainer, totals: Totals, last: BatchInfo, updates: int) -> dict[str, float]:
@@ -51,6 +52,8 @@ class Monitor(L.Callback, ABC):
         info = batch_info(trainer, batch_idx)
         self._consumed["samples"] += info.global_samples
         self._consumed["tokens"] += info.global_tokens
+        if info.ends_window:
+            self._settled = dict(self._consumed)
         self._interval.add(info)
         every = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
         if trainer.global_step // every > self._updates_logged // every:
@@ -63,8 +66,8 @@ class Monitor(L.Callback, ABC):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._consumed)
+        return dict(self._settled)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._consumed = dict(state_dict)
+        self._consumed, self._settled = dict(state_dict), dict(state_dict)

@@ -123,6 +123,8 @@ class ODBDataModule(L.LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict.get("loader")
+        if self._resumed is not None and self._loader is not None and self._trained_by is self.trainer:
+            self._loader.load_state_dict(self._resumed)
 
     @override
     def teardown(self, stage: str) -> None:

@@ -142,7 +142,7 @@ class ODBLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Number of the next epoch; without this call each pass over the loader is the one after the last."""
-        self.position.set_epoch(epoch)
+        self.position.set_epoch(epoch, carry_on=self._marks)
 
     def mark_trained(self, batch_idx: int) -> None:
         """Tell the loader that a batch has been trained on, for `state_dict`.
@@ -166,7 +166,14 @@ class ODBLoader:
 
         Raises:
             ValueError: if the state is of another dataset or order.
+            RuntimeError: within a pass.
         """
+        if self._busy:
+            raise RuntimeError(
+                "a loader's state can only be restored between two passes, and this loader has given out batches. A "
+                "trainer whose strategy restores checkpoints after its set-up, as for FSDP2 and DeepSpeed, draws its "
+                "first batch before that if trainer.estimated_stepping_batches is read in configure_optimizers: do not"
+            )
         self.position.load_state_dict(state_dict)
 
     @property

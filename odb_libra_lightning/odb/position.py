@@ -44,11 +44,11 @@ class Position:
         if self._order == other._order and self._mode == other._mode:
             vars(self).update(vars(other))
         else:
-            self.set_epoch(other._epoch)
+            self._begin_epoch(other._epoch)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch with the next pass, unless that is within it already."""
-        if epoch != self._epoch:
+    def set_epoch(self, epoch: int, *, carry_on: bool) -> None:
+        """Begin this epoch with the next pass, unless that goes on within it; `carry_on` as in `begin`."""
+        if epoch != self._epoch or not (carry_on or self._loaded is not None):
             self._begin_epoch(epoch)
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -172,6 +172,31 @@ def test_stopping_at_a_number_of_steps_and_going_on_by_epochs_loses_nothing() ->
     assert of_epoch(seen.steps, 0) == Counter(range(50))
 
 
+@pytest.mark.parametrize("name", ["step=3", "step=7", "endepoch=0", "endepoch=1"])
+def test_a_loader_given_to_fit_itself_resumes_as_well(name: str, tmp_path: Path) -> None:
+    def fit_once(resume: Path | None = None) -> Seen:
+        seen = Seen()
+        checkpoints = [
+            ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1),
+            ModelCheckpoint(tmp_path, filename="end{epoch}", save_top_k=-1, save_on_train_epoch_end=True),
+        ]
+        trainer = quiet_trainer(
+            max_epochs=3,
+            accumulate_grad_batches=2,
+            enable_checkpointing=True,
+            callbacks=[TokenLossScaling(), seen, *checkpoints],
+        )
+        trainer.fit(BigramModel(), train_dataloaders=loader(50, l_max=900, accumulation=1), ckpt_path=resume)
+        return seen
+
+    whole = fit_once()
+    resumed = fit_once(tmp_path / f"{name}.ckpt")
+    ends = {f"endepoch={last}": sum(epoch <= last for epoch, _ in whole.steps) for last in (0, 1)}
+    stop = ends.get(name) or 2 * int(name[5:])
+    for epoch in range(3):
+        assert of_epoch(whole.steps[:stop], epoch) + of_epoch(resumed.steps, epoch) == Counter(range(50))
+
+
 def loader(size: int = 60, **settings: Any) -> ODBLoader:
     return ODBLoader(Documents(size), pad, **{"l_max": 600, "num_workers": 0, "buffer_size": 16, **settings})
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from odb_libra_lightning.odb.epoch import Step
 from odb_libra_lightning.odb.errors import ODBError
+from odb_libra_lightning.odb.ledger import EpochLedger
 from odb_libra_lightning.odb.wire import from_bytes
 from tests.odb.simulation import simulate
 
@@ -76,6 +77,29 @@ def test_facts_about_all_ranks_are_the_sums_and_weights_average_to_one(lengths, 
         for info in window:
             assert info.window_loss_tokens == tokens
             assert info.loss_weight == pytest.approx(info.tokens * world * accumulation / tokens)
+
+
+@pytest.mark.parametrize(("first_step", "limit"), [(0, 7), (0, 6), (0, 1), (4, None), (5, 9)])
+def test_windows_follow_the_trainer_s_count_and_are_cut_where_it_stops(first_step: int, limit: int | None) -> None:
+    """A trainer steps at multiples of its accumulation and at its limit, and divides by the whole number."""
+    accumulation = 3
+    ledger = EpochLedger(60, 2, equal=True)
+    state = {**ledger.state_dict(), "steps": first_step}
+    common = {"world_size": 2, "l_max": 60, "buffer_size": 10, "loss_tokens": sum_len}
+    lengths = [1 + i % 23 for i in range(60)]
+    ranks = simulate(dataset(lengths), accumulation=accumulation, limit=limit, state=state, **common)
+    steps = list(zip(*ranks, strict=True))
+    assert [step[0].info.batch_idx for step in steps] == list(range(first_step, first_step + len(steps)))
+    if limit is not None:
+        assert first_step + len(steps) == limit
+    ends = [n for n, step in enumerate(steps, 1) if step[0].info.ends_window]
+    stops = [n for n in range(1, len(steps) + 1) if (first_step + n) % accumulation == 0 or n == len(steps)]
+    assert ends == stops
+    for first, end in zip([0, *ends], ends, strict=False):
+        window = [rank.info for step in steps[first:end] for rank in step]
+        tokens = sum(info.tokens for info in window)
+        for info in window:
+            assert info.loss_weight == pytest.approx(info.tokens * 2 * accumulation / tokens)
 
 
 def sum_len(batch: list[list[int]]) -> int:
@@ -236,7 +260,6 @@ def test_collate_errors_name_the_samples_and_reach_every_rank() -> None:
 def test_ranks_with_different_settings_are_told_so() -> None:
     from odb_libra_lightning.odb.config import LoaderConfig
     from odb_libra_lightning.odb.epoch import EpochStart, RankEpoch
-    from odb_libra_lightning.odb.ledger import EpochLedger
     from odb_libra_lightning.odb.transport import play
     from tests.odb.simulation import ListSource
 

@@ -98,6 +98,15 @@ def test_set_epoch_replays_an_order() -> None:
     assert one_epoch(loader) == first != second
 
 
+def test_set_epoch_begins_an_epoch_that_was_left_anew() -> None:
+    loader = ODBLoader(Documents(30), pad, l_max=600, num_workers=0)
+    loader.set_epoch(3)
+    first = identities(next(iter(loader)))
+    loader.set_epoch(3)
+    assert identities(next(iter(loader))) == first
+    assert loader.info.epoch == 3
+
+
 def test_a_thousand_samples_of_five_tensors_need_few_files() -> None:
     """Under a low limit of open files, as many machines have it."""
     import resource
