@@ -49,6 +49,15 @@ def start_ranks(
     function: Callable[..., Any], world_size: int, folder: Path, /, *, timeout: float = 100, **arguments: Any
 ) -> list[Ended]:
     """How each rank ended, well or badly."""
+    processes = begin_ranks(function, world_size, folder, **arguments)
+    wait_all(processes, timeout)
+    return ends(processes, folder)
+
+
+def begin_ranks(
+    function: Callable[..., Any], world_size: int, folder: Path, /, **arguments: Any
+) -> list[subprocess.Popen[str]]:
+    """Running ranks, for tests that do something to them; `wait_all` must follow, come what may."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -56,10 +65,8 @@ def start_ranks(
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
     # Lightning and torch then take the processes for torchrun's.
     common |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
-    processes, logs = [], []
+    processes = []
     for rank in range(world_size):
-        log = (folder / f"rank{rank}.log").open("w+")
-        logs.append(log)
         command = [
             sys.executable,
             "-m",
@@ -68,14 +75,25 @@ def start_ranks(
             str(folder / f"rank{rank}.json"),
             json.dumps(arguments),
         ]
-        processes.append(start(command, log, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
-    wait_all(processes, timeout)
-    ended = []
-    for process, log in zip(processes, logs, strict=True):
-        log.seek(0)
-        ended.append(Ended(process.returncode, log.read()))
-        log.close()
-    return ended
+        with (folder / f"rank{rank}.log").open("w") as log:
+            processes.append(start(command, log, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+    return processes
+
+
+def ends(processes: list[subprocess.Popen[str]], folder: Path) -> list[Ended]:
+    """How processes of `begin_ranks` that have ended did so."""
+    return [Ended(p.returncode, (folder / f"rank{rank}.log").read_text()) for rank, p in enumerate(processes)]
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that run, stopped and half-dead ones included."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            _, _, fields = stat.read_text().rpartition(")")
+            if int(fields.split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
 
 
 def start(command: list[str], log: Any, variables: dict[str, str] | None = None) -> subprocess.Popen[str]:
