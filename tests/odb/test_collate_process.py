@@ -21,7 +21,7 @@ from odb_libra_lightning.odb.config import LoaderConfig
 from odb_libra_lightning.odb.errors import PeerLostError
 from odb_libra_lightning.odb.rank_data import RankJob
 from odb_libra_lightning.odb.wire import from_bytes
-from tests.launch import REPOSITORY, start, wait_all
+from tests.launch import REPOSITORY, children, start, wait_all
 from tests.samples import Documents, identities, pad
 
 FIRST_EPOCH: tuple[Any, ...] = (0, 1)  # epoch, accumulation: arguments of `RankData.steps`
@@ -102,6 +102,22 @@ def test_ctrl_c_is_obeyed_while_a_batch_is_awaited() -> None:
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
         next(process.steps(*FIRST_EPOCH))
+    process.close()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_signals_that_the_trainer_answers_do_nothing_to_the_processes_behind_it(start_method: str) -> None:
+    """A terminal or a cluster sends them to all processes of a job; by SIGTERM a DataLoader ends its workers."""
+    process = collating(Documents(300), prefetch_batches=1, start_method=start_method)
+    steps = process.steps(*FIRST_EPOCH)
+    seen = identities(next(steps).payload)
+    collate = process._process.pid
+    workers = children(collate)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for pid in (collate, *workers):
+            os.kill(pid, number)
+    os.kill(collate, signal.SIGTERM)
+    assert sorted(seen + [i for step in steps for i in identities(step.payload)]) == list(range(300))
     process.close()
 
 
