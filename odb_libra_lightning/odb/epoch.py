@@ -208,6 +208,7 @@ class RankEpoch:
                 deal=self._deal,
                 samples_dropped=self._samples_dropped,
                 samples_total=self._ledger.total,
+                samples=result.samples,
                 views=views,
             )
             yield from self._steps.make(facts, result.groups or [[] for _ in range(result.steps)])

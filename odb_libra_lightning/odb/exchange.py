@@ -18,6 +18,8 @@ from odb_libra_lightning.odb.errors import ODBError
 Message: TypeAlias = npt.NDArray[np.int64]
 T = TypeVar("T")
 
+_OPEN, _FULL, _FAILED = range(3)  # how a rank is, in the first number of its message
+SMALL = 2**31
 # A failure text is cut to this many bytes: it crosses the wire once for each rank.
 _MAX_TEXT = 32_768
 
@@ -65,13 +67,35 @@ def gather(values: Sequence[int], *, failure: str | None = None) -> Exchange[Mes
     full = True
     while full:
         has_room = failure is not None or (yield Room())
-        gathered: Message = yield Gather(np.array([failure is not None, not has_room, *values], np.int64))
-        failed = np.flatnonzero(gathered[:, 0])
+        state = _FAILED if failure is not None else _OPEN if has_room else _FULL
+        gathered: Message = yield Gather(np.array([state, *values], np.int64))
+        failed = np.flatnonzero(gathered[:, 0] == _FAILED)
         if len(failed):
             texts = yield from gather_bytes((failure or "").encode()[:_MAX_TEXT])
             raise ODBError(texts[int(failed[0])].decode(errors="replace"))
-        full = bool(gathered[:, 1].any())
-    return gathered[:, 2:]
+        full = bool((gathered[:, 0] == _FULL).any())
+    return gathered[:, 1:]
+
+
+def gather_small(values: Sequence[int], count: int, *, failure: str | None = None) -> Exchange[Message]:
+    """The same for integers below `SMALL`, which travel two to a word.
+
+    Args:
+        values: at most `count` integers; ranks may have fewer than others.
+        count: how many columns the answer has, the same on every rank.
+        failure: what went wrong on this rank.
+
+    Returns:
+        int64 `[W, count]`, padded with 0.
+
+    Raises:
+        OverflowError: if a value does not fit.
+        ODBError: as `gather` does.
+    """
+    packed = np.zeros(count + count % 2, np.int32)
+    packed[: len(values)] = values
+    gathered = yield from gather(packed.view(np.int64).tolist(), failure=failure)
+    return np.ascontiguousarray(gathered).view(np.int32)[:, :count].astype(np.int64)
 
 
 def gather_bytes(payload: bytes) -> Exchange[list[bytes]]:

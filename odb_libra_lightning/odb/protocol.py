@@ -14,7 +14,7 @@ import numpy as np
 
 from odb_libra_lightning.odb.alignment import align_groups, group_target
 from odb_libra_lightning.odb.cost import TokenCost
-from odb_libra_lightning.odb.exchange import Exchange, Message, gather
+from odb_libra_lightning.odb.exchange import Exchange, Message, gather, gather_small
 from odb_libra_lightning.odb.grouping import group_by_budget
 from odb_libra_lightning.odb.ledger import Views
 from odb_libra_lightning.odb.reader import Sample
@@ -54,6 +54,7 @@ class GroupingRound:
         groups: this rank's groups in the order of the steps; empty where it has no data left.
         ended: whether no round follows.
         reports: what each rank said, int64 `[W, len(RankReport._fields)]`.
+        samples: samples of each rank in each of the steps, int64 `[W, steps]`.
         dropped: views of all ranks that a policy has dropped.
         emitted: views of all ranks in each of the steps.
     """
@@ -63,6 +64,7 @@ class GroupingRound:
     groups: list[list[Sample]]
     ended: bool
     reports: Message
+    samples: Message
     dropped: Views
     emitted: list[Views]
 
@@ -146,16 +148,21 @@ class RankProtocol:
         ended = self._ended(status == FINISHED for status in by_field["status"])
         steps = 0 if ended else _steps(by_field["status"], by_field["free_slots"], by_field["groupable"])
         taken = self._take(align_groups(groups, steps)[0], number) if groups and steps else []
+        samples = np.empty((len(reports), 0), np.int64)
         dropped, emitted = np.empty(0, np.int64), [np.empty(0, np.int64)] * steps
         if steps or any(by_field["dropped"]):
             # A rank emits no more than its candidate groups hold, so all know how long the longest message can be.
             views = max(map(sum, zip(by_field["dropped"], by_field["groupable"], strict=True)))
-            row = _packed([self._dropped, *([s.view for s in group] for group in taken)], lists=steps + 1, views=views)
-            everyone = yield from gather(row)
+            lists = [self._dropped, *([s.view for s in group] for group in taken)]
+            lists += [[]] * (steps + 1 - len(lists))
+            row = [*map(len, lists), *(view for some in lists for view in some)]
+            everyone = yield from gather_small(row, steps + 1 + views)
+            sizes, views_by_rank = everyone[:, : steps + 1], everyone[:, steps + 1 :]
+            samples = sizes[:, 1:]
             if self._observed:
-                dropped, *emitted = _unpacked(everyone, lists=steps + 1, views=views)
+                dropped, *emitted = _by_list(sizes, views_by_rank)
             self._dropped = []
-        return GroupingRound(number, steps, taken, ended, reports, dropped, emitted)
+        return GroupingRound(number, steps, taken, ended, reports, samples, dropped, emitted)
 
     def _take(self, groups: list[list[int]], number: int) -> list[list[Sample]]:
         """Groups of samples in the order of the steps, which all ranks share; they leave the buffer."""
@@ -173,20 +180,13 @@ def _steps(statuses: list[int], free_slots: list[int], groupable: list[int]) -> 
     return group_target([max(status, 0) for status in statuses], free_slots, groupable)
 
 
-def _packed(lists_of_views: list[list[int]], *, lists: int, views: int) -> list[int]:
-    """Lists of views as one row: how long each is, then all views, two 32-bit numbers to a word."""
-    sizes = [len(part) for part in lists_of_views]
-    numbers = np.zeros(lists + views + (lists + views) % 2, np.int32)
-    numbers[: len(sizes)] = sizes
-    numbers[lists : lists + sum(sizes)] = [view for part in lists_of_views for view in part]
-    return numbers.view(np.int64).tolist()
+def _by_list(sizes: Message, views: Message) -> list[Views]:
+    """For each of a row's lists, the views of all ranks in it.
 
-
-def _unpacked(rows: Message, *, lists: int, views: int) -> list[Views]:
-    """For each of the lists, the views of all ranks in it."""
-    numbers = np.ascontiguousarray(rows).view(np.int32)
-    sizes, columns = numbers[:, :lists], numbers[:, lists : lists + views]
-    sent = columns[np.arange(views) < sizes.sum(axis=1, keepdims=True)]
-    labels = np.repeat(np.tile(np.arange(lists), len(rows)), sizes.ravel())
-    by_list = sent[np.argsort(labels, kind="stable")].astype(np.int64)
-    return np.split(by_list, np.cumsum(sizes.sum(axis=0))[:-1])
+    Args:
+        sizes: how long each list of each rank is, `[W, lists]`.
+        views: what is in them, one list after the other, `[W, views]`.
+    """
+    sent = views[np.arange(views.shape[1]) < sizes.sum(axis=1, keepdims=True)]
+    labels = np.repeat(np.tile(np.arange(sizes.shape[1]), len(sizes)), sizes.ravel())
+    return np.split(sent[np.argsort(labels, kind="stable")], np.cumsum(sizes.sum(axis=0))[:-1])

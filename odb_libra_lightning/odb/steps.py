@@ -17,7 +17,7 @@ import numpy as np
 from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.config import LoaderConfig
 from odb_libra_lightning.odb.errors import SampleError
-from odb_libra_lightning.odb.exchange import Broadcast, Exchange, Gather, Message, Room, gather
+from odb_libra_lightning.odb.exchange import SMALL, Broadcast, Exchange, Gather, Message, Room, gather_small
 from odb_libra_lightning.odb.failure import RankFailure
 from odb_libra_lightning.odb.labels import count_loss_tokens
 from odb_libra_lightning.odb.ledger import Views
@@ -52,12 +52,13 @@ EpochEvents: TypeAlias = Generator[Gather | Broadcast | Room | Step, Any, T]
 
 @dataclass(frozen=True)
 class RoundFacts:
-    """What the steps of one round have in common, and the views that each of them is done with."""
+    """What all ranks know of the steps of a round: samples of each rank `[W, steps]`, views that each is done with."""
 
     round: int
     deal: int
     samples_dropped: int
     samples_total: int | None
+    samples: Message
     views: Sequence[Views]
 
 
@@ -78,9 +79,10 @@ class _Collated:
     loss_tokens: int
 
     @property
-    def numbers(self) -> tuple[int, int, int, int]:
+    def numbers(self) -> tuple[int, int, int]:
+        """Tokens, the longest sample and the loss-bearing tokens."""
         lengths = [sample.length for sample in self.samples]
-        return len(lengths), sum(lengths), len(lengths) * max(lengths, default=0), self.loss_tokens
+        return sum(lengths), max(lengths, default=0), self.loss_tokens
 
 
 @dataclass(frozen=True)
@@ -159,34 +161,38 @@ class StepMaker:
             if self._limit is not None:
                 some = some[: self._limit - self._next]
             if some:
-                yield from self._make(facts, some, facts.views[first : first + len(some)])
+                yield from self._make(facts, first, some)
 
-    def _make(self, facts: RoundFacts, groups: Sequence[list[Sample]], views: Sequence[Views]) -> EpochEvents[None]:
+    def _make(self, facts: RoundFacts, first: int, groups: Sequence[list[Sample]]) -> EpochEvents[None]:
         steps = [(self._failure.attempt(self._collate, group) if group else None) or _NO_DATA for group in groups]
         for step in steps:
             self._remember_stand_in(step)
         lacking = [step.payload is None or step.loss_tokens == 0 for step in steps]
-        everyone = yield from gather(
+        everyone = yield from gather_small(
             [self._stand_in.quality, any(lacking), *(n for step in steps for n in step.numbers)],
+            2 + 3 * len(steps),
             failure=self._failure.text,
         )
         yield from self._share_stand_in(qualities=everyone[:, 0], wanting=everyone[:, 1])
-        by_step = everyone[:, 2:].reshape(self._world_size, len(steps), 4)
-        totals = by_step.sum(axis=0).tolist()
-        idle = (by_step[:, :, 0] == 0).sum(axis=0).tolist()
+        samples = facts.samples[:, first : first + len(steps)]
+        tokens, longest, loss_tokens = everyone[:, 2:].reshape(self._world_size, len(steps), 3).transpose(2, 0, 1)
+        shares = loss_tokens if self._config.loss_scaling == "token" else samples * (loss_tokens > 0)
+        totals = (
+            np.stack([samples, tokens, samples * longest, loss_tokens, samples == 0, shares]).sum(axis=1).T.tolist()
+        )
         for i, step in enumerate(steps):
             payload = self._stand_in.payload if lacking[i] else step.payload
             assert payload is not None, "a round has steps only where some rank has a batch"
-            share, total = self._shares(by_step[:, i])
-            info = self._info(facts, step, totals[i], idle[i])
-            self._window.append(_Pending(info, payload, views[i], share, total, totals[i][3]))
+            info = self._info(facts, step, totals[i])
+            share, total = int(shares[self._rank, i]), totals[i][-1]
+            self._window.append(_Pending(info, payload, facts.views[first + i], share, total, totals[i][3]))
             self._next += 1
             if self._next % self._accumulation == 0 or self.limit_reached:
                 yield from self.close_window()
 
-    def _info(self, facts: RoundFacts, step: _Collated, totals: Sequence[int], idle: int) -> Callable[..., BatchInfo]:
+    def _info(self, facts: RoundFacts, step: _Collated, totals: Sequence[int]) -> Callable[..., BatchInfo]:
         """The facts about a step but for its weight, from the numbers of its batches over all ranks."""
-        samples, tokens, padded_tokens, loss_tokens = totals
+        samples, tokens, padded_tokens, loss_tokens, idle, _ = totals
         self._samples_trained += samples
         return partial(
             BatchInfo,
@@ -196,7 +202,7 @@ class StepMaker:
             deal=facts.deal,
             indices=tuple(sample.identity for sample in step.samples),
             lengths=tuple(sample.length for sample in step.samples),
-            padded_tokens=step.numbers[2],
+            padded_tokens=len(step.samples) * step.numbers[1],
             loss_tokens=step.loss_tokens,
             accumulation=self._accumulation,
             global_samples=samples,
@@ -208,12 +214,6 @@ class StepMaker:
             samples_dropped=facts.samples_dropped,
             samples_total=facts.samples_total,
         )
-
-    def _shares(self, by_rank: Message) -> tuple[int, int]:
-        """This rank's share of a step's loss, and all ranks', from `[W, 4]`: the numbers of each rank's batch."""
-        by_tokens = self._config.loss_scaling == "token"
-        shares = by_rank[:, 3] if by_tokens else by_rank[:, 0] * (by_rank[:, 3] > 0)
-        return int(shares[self._rank]), int(shares.sum())
 
     def close_window(self) -> EpochEvents[None]:
         """Weigh and release the steps of an accumulation window, at the epoch's end a short one."""
@@ -238,6 +238,8 @@ class StepMaker:
         try:
             batch = self._collate_fn([from_bytes(sample.payload) for sample in group])
             loss_tokens = self._count_loss_tokens(batch, group)
+            if loss_tokens >= SMALL or sum(sample.length for sample in group) >= SMALL:
+                raise ValueError(f"a batch of {SMALL} tokens or more cannot be counted")
             payload = to_bytes(batch)
         except Exception as error:
             sentence = f"collating samples {indices}: {type(error).__name__}: {error}"

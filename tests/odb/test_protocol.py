@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from odb_libra_lightning.data.length_mixes import length_mix
 from odb_libra_lightning.odb.cost import TokenCost
 from odb_libra_lightning.odb.epoch import Partition, RankEpoch, Step
-from odb_libra_lightning.odb.exchange import Broadcast, Gather
+from odb_libra_lightning.odb.exchange import _FULL, Broadcast, Gather
 from odb_libra_lightning.odb.ledger import open_ledger
 from odb_libra_lightning.odb.protocol import GroupingRound
 from odb_libra_lightning.odb.reader import Draw, Sample
@@ -188,7 +188,7 @@ def check_rounds(record: Record, deal: int, shares: list[int], dropped: int) -> 
 def check_exchanges(record: Record) -> None:
     """Nothing is exchanged but what the argument against deadlock lists; `play` sees to it that all do the same."""
     messages = list(zip(*record.gathers.values(), strict=True))
-    asked_again = sum(any(event.message[1] for event in events) for events in messages)
+    asked_again = sum(any(event.message[0] == _FULL for event in events) for events in messages)
     rounds = [result for deal in record.rounds.values() for result in deal]
     with_views = sum(result.steps > 0 or result.column("dropped").any() for result in rounds)
     token_counts = sum(-(-result.steps // STEPS_PER_EXCHANGE) for result in rounds)
