@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from odb_libra_lightning.data.length_mixes import length_mix
 from odb_libra_lightning.odb.cost import TokenCost
 from odb_libra_lightning.odb.epoch import Partition, RankEpoch, Step
-from odb_libra_lightning.odb.exchange import _FULL, Broadcast, Gather
+from odb_libra_lightning.odb.exchange import Broadcast, Gather
 from odb_libra_lightning.odb.ledger import open_ledger
 from odb_libra_lightning.odb.protocol import GroupingRound
 from odb_libra_lightning.odb.reader import Draw, Sample
@@ -90,12 +90,13 @@ class Record:
         self.groups: dict[tuple[int, int], list[list[list[Sample]]]] = defaultdict(list)
         self.dropped: list[int] = []  # identities, as they are read
         self.dropped_by: dict[int, int] = {}  # how many of them by the end of a deal
-        self.gathers: dict[int, list[Gather]] = defaultdict(list)
+        self.gathers: dict[int, int] = defaultdict(int)
+        self.answers: dict[int, list[bool]] = defaultdict(list)  # of each rank, whether it has room
         self.broadcasts = 0
         self.scenario = scenario
         self.ranks: list[list[Step]] = simulate(
             scenario.lengths,
-            has_room=lambda rank: scenario.random.random() * scenario.world >= scenario.crowded,
+            has_room=self._has_room,
             watch=self._watch,
             source=self._source,
             tap=self._tap,
@@ -129,9 +130,13 @@ class Record:
         if isinstance(source, LateSource):
             source.next_round()
 
+    def _has_room(self, rank: int) -> bool:
+        has_room = self.scenario.random.random() * self.scenario.world >= self.scenario.crowded
+        self.answers[rank].append(has_room)
+        return has_room
+
     def _tap(self, rank: int, event: Any) -> None:
-        if isinstance(event, Gather):
-            self.gathers[rank].append(event)
+        self.gathers[rank] += isinstance(event, Gather)
         self.broadcasts += rank == 0 and isinstance(event, Broadcast)
 
     def left_after(self, deal: int) -> int:
@@ -187,19 +192,22 @@ def check_rounds(record: Record, deal: int, shares: list[int], dropped: int) -> 
 
 def check_exchanges(record: Record) -> None:
     """Nothing is exchanged but what the argument against deadlock lists; `play` sees to it that all do the same."""
-    messages = list(zip(*record.gathers.values(), strict=True))
-    asked_again = sum(any(event.message[0] == _FULL for event in events) for events in messages)
+    (messages,) = set(record.gathers.values())
+    asked_again = sum(not all(answers) for answers in zip(*record.answers.values(), strict=True))
     rounds = [result for deal in record.rounds.values() for result in deal]
     with_views = sum(result.steps > 0 or result.column("dropped").any() for result in rounds)
     token_counts = sum(-(-result.steps // STEPS_PER_EXCHANGE) for result in rounds)
-    assert len(messages) - asked_again == 1 + len(rounds) + with_views + token_counts
+    assert messages - asked_again == 1 + len(rounds) + with_views + token_counts
     assert record.broadcasts <= 2, "a rank has no stand-in, or one without loss, at most once each"
     assert sum(result.steps for result in rounds) == len(record.steps)
 
 
 def check_budgets_and_facts(record: Record) -> None:
     scenario, cost = record.scenario, TokenCost(record.scenario.quadratic_length)
+    done = 0
     for number, step in enumerate(record.steps):
+        done += len(step[0].views)
+        assert step[0].info.samples_done == done, "each view is delivered with one step"
         for rank in step:
             assert rank.info.batch_idx == number
             assert np.array_equal(rank.views, step[0].views)
