@@ -12,6 +12,7 @@ from typing_extensions import override
 from odb_libra_lightning.callbacks.loader_access import batch_info, follow_trainer, training_loader
 from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.loader import ODBLoader
+from odb_libra_lightning.strategies.ddp_reduction import check_reduction_finished
 
 
 def _given_loader(trainer: L.Trainer) -> ODBLoader | None:
@@ -39,7 +40,7 @@ class ZeroWeightSteps(L.Callback):
     def __init__(self) -> None:
         self._info: BatchInfo | None = None
         self._scaling: Any = None  # handle of the hook on the loss of the last backward pass
-        self._zeroed: list[Any] = []  # handles of the hooks on parameters in a step of weight 0
+        self._zeroed: list[Any] = []  # handles of the hooks in a step of weight 0
         self.idle_without_odb = False  # set by the datamodule that adds the callback: other loaders are no mistake then
 
     @override
@@ -58,7 +59,7 @@ class ZeroWeightSteps(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._free_parameters()
+        self._free_hooks()
         self._info = None
         if self.idle_without_odb and not isinstance(trainer.train_dataloader, ODBLoader):
             return
@@ -69,25 +70,31 @@ class ZeroWeightSteps(L.Callback):
                 f"accumulates {trainer.accumulate_grad_batches}: change it between epochs, by a "
                 "GradientAccumulationScheduler"
             )
+        if info.accumulation > 1 and trainer.strategy.handles_gradient_accumulation:
+            raise RuntimeError(
+                f"{type(trainer.strategy).__name__} divides by accumulate_grad_batches={info.accumulation} twice, and "
+                "does not end a window with the epoch: take ODBDeepSpeedStrategy, of "
+                "odb_libra_lightning.strategies.deepspeed, which takes the same arguments"
+            )
         self._info = info
 
     @override
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._free_parameters()
+        self._free_hooks()
         if self._info is not None:
             training_loader(trainer).mark_trained(batch_idx)
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._free_parameters()
+        self._free_hooks()
 
     def _factor(self, info: BatchInfo) -> float:
         """Factor on the gradient of a batch's loss."""
         return float(info.loss_weight != 0.0)
 
-    def _free_parameters(self) -> None:
+    def _free_hooks(self) -> None:
         while self._zeroed:
             self._zeroed.pop().remove()
 
@@ -100,10 +107,32 @@ class ZeroWeightSteps(L.Callback):
             self._scaling.remove()
         self._scaling = loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
         if factor == 0.0:
-            # The mean over no label at all is 0/0, and 0 times its gradient is not 0.
-            for parameter in pl_module.parameters():
-                if parameter.requires_grad:
-                    self._zeroed.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
+            self._zeroed += _zero_gradients(loss)
+
+    @override
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._info is not None:
+            check_reduction_finished(trainer.strategy)
+
+
+def _zero_gradients(loss: torch.Tensor) -> list[Any]:
+    """Have the backward pass of a loss carry zeros, whatever it computes; handles of the hooks that do.
+
+    The mean over no label at all is 0/0, and 0 times its gradient is not 0. The hooks are on the nodes of the graph and
+    not on parameters: those of a sharded strategy are others in the backward pass than the module shows now; and a
+    gradient may cross to other ranks on its way (synchronized normalization), where it must not be NaN either.
+    """
+    waiting, seen, hooks = [loss.grad_fn], set(), []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or not node.next_functions:  # what accumulates into a leaf has none
+            continue
+        seen.add(node)
+        hooks.append(
+            node.register_hook(lambda inputs, _: tuple(g if g is None else torch.zeros_like(g) for g in inputs))
+        )
+        waiting.extend(following for following, _ in node.next_functions)
+    return hooks
 
 
 class TokenLossScaling(ZeroWeightSteps):

@@ -37,10 +37,11 @@ def _accumulation(trainer: L.Trainer) -> int:
 def _next_step(trainer: L.Trainer) -> int:
     """The number of the next batch after a resume from here.
 
-    Within an epoch the trainer counts on. After a checkpoint of an epoch's last step it counts on as well, into the
-    next epoch, since nobody told it that the epoch is over; after one of an epoch's end it begins with 0.
+    Within an epoch the trainer counts on; it repeats a step that a checkpoint was written in. After a checkpoint of an
+    epoch's last step it counts on as well, into the next epoch, since nobody told it that the epoch is over; after one
+    of an epoch's end it begins with 0.
     """
     batches = trainer.fit_loop.epoch_loop.batch_progress
-    drawn = batches.current.ready
-    at_the_end = batches.is_last_batch and batches.current.completed == drawn
-    return 0 if at_the_end or drawn >= trainer.num_training_batches else drawn
+    done = int(batches.current.processed)  # type: ignore[attr-defined]
+    at_the_end = batches.is_last_batch and batches.current.completed == done
+    return 0 if at_the_end or done >= trainer.num_training_batches else done

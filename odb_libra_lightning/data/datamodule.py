@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -122,6 +123,8 @@ class ODBDataModule(L.LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return  # a checkpoint to evaluate says nothing about where training goes on
         self._resumed = state_dict.get("loader")
         if self._resumed is not None and self._loader is not None and self._trained_by is self.trainer:
             self._loader.load_state_dict(self._resumed)

@@ -194,10 +194,10 @@ class ODBLoader:
         self._busy = True
         try:
             steps = feed.steps(start)
-            while (batch := self._next_batch(steps, clock.limit)) is not _END:
+            while (batch := self._next_batch(steps)) is not _END:
                 yield batch
             self._busy = False
-            self.position.end(settle=not self._marks)
+            self.position.end()
             if not self._recent and not start.state:
                 warnings.warn(
                     f"epoch {start.epoch} has no batch: every sample was dropped (l_max={self.config.l_max}, "
@@ -224,7 +224,7 @@ class ODBLoader:
         if self._busy or not idle:
             self._stop()
 
-    def _next_batch(self, steps: Iterator[Step], limit: int | None) -> Any:
+    def _next_batch(self, steps: Iterator[Step]) -> Any:
         begin = time.perf_counter()
         step = next(steps, None)
         if step is None:
@@ -234,9 +234,7 @@ class ODBLoader:
         self._recent.append(replace(step.info, wait_s=now - begin, elapsed_s=now - since))
         self._given_at = now
         self.position.give(step.info, step.views)
-        if step.info.batch_idx + 1 == limit:
-            self.position.end(settle=not self._marks, limited=True)
-        elif not self._marks:
+        if not self._marks:
             self.position.settle(through=step.info.batch_idx)
         return step.payload
 

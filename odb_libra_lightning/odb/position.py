@@ -34,7 +34,8 @@ class Position:
         self._next_step: int | None = None  # by which number a trainer calls the batch after the loaded state
         self._given: deque[tuple[BatchInfo, Views]] = deque()  # and not trained on
         self._ended = False  # whether the last pass came to its end
-        self._limited = False  # by the trainer's hand
+        self._limit: int | None = None  # number of the step at which the trainer ends the last pass
+        self._limited = False  # whether it did
         self._deals: list[int] = []  # what each ended deal of the epoch had left
         self._last: BatchInfo | None = None
         self._account: EpochAccount | None = None
@@ -78,12 +79,21 @@ class Position:
             self._num_samples, world_size=world_size, mode=self._mode, epoch=self._epoch, state=state
         )
         self._given.clear()
-        self._ended = False
+        self._limit = limit
+        self._ended = self._limited = limit is not None and first_step >= limit
         return EpochStart(epoch=self._epoch, accumulation=accumulation, first_step=first_step, limit=limit, state=state)
 
     def give(self, info: BatchInfo, views: Views) -> None:
-        """A batch is given out."""
+        """A batch is given out; at the limit the trainer asks for no more, not even for the end.
+
+        Raises:
+            RuntimeError: if another epoch was begun meanwhile.
+        """
+        if self._ledger is None or info.epoch != self._epoch:
+            raise RuntimeError("set_epoch was called within a pass over the loader: call it between two")
         self._given.append((info, views))
+        if info.batch_idx + 1 == self._limit:
+            self._ended = self._limited = True
 
     def settle(self, *, through: int) -> None:
         """Batches up to this number are trained on: enter them, whole accumulation windows at a time."""
@@ -103,15 +113,11 @@ class Position:
         self._ledger.dropped = info.samples_dropped
         self._loaded = self._next_step = None
 
-    def end(self, *, settle: bool, limited: bool = False) -> None:
-        """A pass came to its end; the epoch has once all its batches are trained on.
-
-        Args:
-            settle: whether they are.
-            limited: whether the trainer ended it before its samples did.
-        """
-        self._ended, self._limited = True, limited
-        self.settle(through=self._given[-1][0].batch_idx if settle and self._given else -1)
+    def end(self) -> None:
+        """A pass came to its end; the epoch has once all its batches are trained on."""
+        if self._ledger is not None:
+            self._ended = True
+            self.settle(through=-1)
 
     def _close_epoch(self) -> None:
         if isinstance(self._ledger, EpochLedger) and not self._limited:

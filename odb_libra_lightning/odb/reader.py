@@ -129,7 +129,8 @@ class StreamReader(IterableDataset["Sample | Failure"]):
                 return
             try:
                 with randomness:
-                    stream = stream or iter(self._dataset)
+                    if stream is None:
+                        stream = iter(self._dataset)
                     sample = next(stream)
             except StopIteration:
                 return

@@ -52,19 +52,23 @@ class SampleSource:
         self._patience = 0.75 * config.timeout
         self._indexed: tuple[_Chunks, DataLoader[Sample | Failure]] | None = None
         self._in_sampler = 0
+        self._waiting = False
 
     def start(self, ledger: EpochLedger | StreamLedger) -> None:
         """Begin to draw what an epoch's ledger leaves to this rank; what was drawn and not taken is forgotten."""
         self._ready.clear()
         self._chunks = iter(())  # workers of an earlier deal end before others begin
+        if self._indexed is not None and self._indexed[0].out:
+            self._indexed = None  # torch would wait for what persistent workers still read, and not for long
         loader = self._stream(ledger) if isinstance(ledger, StreamLedger) else self._of_views(ledger)
         seeds = np.random.SeedSequence([self._config.seed, ledger.epoch, self._rank])
         loader.generator.manual_seed(int(seeds.generate_state(1)[0]))
         self._chunks = iter(loader)
         if self._config.num_workers:
-            # torch raises from a signal handler when a worker dies, wherever the main thread is then. Without it the
-            # death is noticed in `take`, where a failure can be told to all ranks.
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # torch raises from a signal handler when a worker dies, wherever the main thread is then; here, only while
+            # it waits for samples, where a failure can be told to all ranks. It must be raised there: a worker that
+            # dies within a message leaves a read that nothing else ends.
+            signal.signal(signal.SIGCHLD, self._worker_may_have_died)
 
     def _of_views(self, ledger: EpochLedger) -> DataLoader[Sample | Failure]:
         config = self._config
@@ -159,6 +163,8 @@ class SampleSource:
         deadline = time.monotonic() + self._patience
         while True:
             try:
+                self._waiting = True
+                torch._C._error_if_any_worker_fails()
                 return next(self._chunks, None)
             except RuntimeError as error:  # torch has no class of its own for it
                 if "timed out" not in str(error):
@@ -168,6 +174,12 @@ class SampleSource:
                         f"no sample from the data workers within {self._patience:g} s: the dataset hangs or is slow; "
                         "pass a larger timeout if it is meant to be"
                     ) from None
+            finally:
+                self._waiting = False
+
+    def _worker_may_have_died(self, *_: object) -> None:
+        if self._waiting:
+            torch._C._error_if_any_worker_fails()
 
 
 class _Chunks:

@@ -152,14 +152,14 @@ class StepMaker:
     @property
     def limit_reached(self) -> bool:
         """Whether the trainer draws no more of this epoch's steps."""
-        return self._next == self._limit
+        return self._limit is not None and self._next >= self._limit
 
     def make(self, facts: RoundFacts, groups: Sequence[list[Sample]]) -> EpochEvents[None]:
         """Collate the groups of a round, weigh and release them, a few at a time."""
         for first in range(0, len(groups), STEPS_PER_EXCHANGE):
             some = groups[first : first + STEPS_PER_EXCHANGE]
             if self._limit is not None:
-                some = some[: self._limit - self._next]
+                some = some[: max(self._limit - self._next, 0)]
             if some:
                 yield from self._make(facts, first, some)
 

@@ -172,6 +172,71 @@ def test_stopping_at_a_number_of_steps_and_going_on_by_epochs_loses_nothing() ->
     assert of_epoch(seen.steps, 0) == Counter(range(50))
 
 
+class SavesWithin(L.Callback):
+    """Writes a checkpoint in the middle of a step, as a handler of a signal or of an exception does."""
+
+    def __init__(self, path: Path, hook: str) -> None:
+        self.path, self.hook = path, hook
+
+    def _save(self, trainer: L.Trainer, hook: str) -> None:
+        if hook == self.hook and trainer.fit_loop.epoch_loop.batch_progress.current.ready == 4:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self._save(trainer, "on_train_batch_start")
+
+    def on_before_backward(self, trainer: L.Trainer, *args: Any) -> None:
+        self._save(trainer, "on_before_backward")
+
+    def on_before_zero_grad(self, trainer: L.Trainer, *args: Any) -> None:
+        self._save(trainer, "on_before_zero_grad")
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_backward", "on_before_zero_grad"])
+def test_a_checkpoint_written_within_a_step_repeats_that_step(hook: str, tmp_path: Path) -> None:
+    def run(callbacks: list[L.Callback], ckpt: Path | None = None) -> Seen:
+        seen = Seen()
+        trainer = quiet_trainer(max_epochs=2, callbacks=[seen, *callbacks])
+        data = ODBDataModule(Documents(50), pad, l_max=900, num_workers=0, buffer_size=16)
+        trainer.fit(BigramModel(), datamodule=data, ckpt_path=ckpt)
+        return seen
+
+    first = run([SavesWithin(tmp_path / "within.ckpt", hook)])
+    second = run([], tmp_path / "within.ckpt")
+    assert of_epoch(first.steps[:3], 0) + of_epoch(second.steps, 0) == Counter(range(50))
+    assert of_epoch(second.steps, 1) == Counter(range(50))
+
+
+def test_evaluating_a_checkpoint_does_not_move_training(tmp_path: Path) -> None:
+    path = tmp_path / "some.ckpt"
+    data = ODBDataModule(Documents(50), pad, l_max=900, val_dataset=Documents(4), num_workers=0, buffer_size=16)
+    seen = Seen()
+    trainer = quiet_trainer(max_steps=3, callbacks=[seen])
+    trainer.fit(BigramModel(), datamodule=data)
+    trainer.save_checkpoint(path)
+    quiet_trainer().validate(BigramModel(), datamodule=data, ckpt_path=path, weights_only=False)
+    fresh = Seen()
+    quiet_trainer(max_epochs=1, callbacks=[fresh]).fit(BigramModel(), datamodule=data)
+    assert of_epoch(fresh.steps, 0) == Counter(range(50))
+
+
+@pytest.mark.parametrize("limit", [3, 5])
+def test_a_smaller_limit_than_where_training_stands_begins_the_next_epoch(limit: int, tmp_path: Path) -> None:
+    def run(callbacks: list[L.Callback], ckpt: Path | None = None, **settings: Any) -> Seen:
+        seen = Seen()
+        trainer = quiet_trainer(
+            max_epochs=2, callbacks=[seen, *callbacks], enable_checkpointing=bool(callbacks), **settings
+        )
+        data = ODBDataModule(Documents(50), pad, l_max=500, num_workers=0, buffer_size=16)
+        trainer.fit(BigramModel(), datamodule=data, ckpt_path=ckpt)
+        return seen
+
+    run([ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=5)], max_steps=5)
+    second = run([], tmp_path / "step=5.ckpt", limit_train_batches=limit)
+    assert [epoch for epoch, _ in second.steps] == [1] * limit
+
+
 @pytest.mark.parametrize("name", ["step=3", "step=7", "endepoch=0", "endepoch=1"])
 def test_a_loader_given_to_fit_itself_resumes_as_well(name: str, tmp_path: Path) -> None:
     def fit_once(resume: Path | None = None) -> Seen:
