@@ -57,27 +57,37 @@ class LocalFeed:
 
 
 class LeaderFeed:
-    """Takes steps from a feed that leaves them encoded, and hands each to the other members of its rank as well."""
+    """Takes steps from a feed that leaves them encoded, and hands each to the other members of its rank as well.
 
-    def __init__(self, encoded: Feed, channel: ReplicaChannel, decode: Callable[[Any], Any]) -> None:
-        self._encoded = encoded
+    Args:
+        open_feed: opens that feed. It is called with the first epoch, so that its failure reaches the members too.
+        channel: to the members.
+        decode: makes a batch of its bytes.
+    """
+
+    def __init__(self, open_feed: Callable[[], Feed], channel: ReplicaChannel, decode: Callable[[Any], Any]) -> None:
+        self._open_feed = open_feed
         self._channel = channel
         self._decode = decode
+        self._feed: Feed | None = None
 
     def steps(self, start: EpochStart) -> Iterator[Step]:
         """Steps of one epoch."""
         try:
-            for step in self._encoded.steps(start):
+            self._feed = self._feed or self._open_feed()
+            for step in self._feed.steps(start):
                 self._channel.broadcast(pickle.dumps(step))
                 yield replace(step, payload=self._decode(step.payload))
-        except ODBError as error:
-            self._channel.broadcast(pickle.dumps(str(error)))
+        except Exception as error:
+            text = str(error) if isinstance(error, ODBError) else f"{type(error).__name__}: {error}"
+            self._channel.broadcast(pickle.dumps(text))
             raise
         self._channel.broadcast(pickle.dumps(None))
 
     def close(self) -> None:
         """End the feed."""
-        self._encoded.close()
+        if self._feed is not None:
+            self._feed.close()
 
 
 class FollowerFeed:

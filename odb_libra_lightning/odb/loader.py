@@ -107,8 +107,13 @@ class ODBLoader:
         self._replica_size = replica_size
         self._check_shard(rank or 0, world_size or 1)
         self.clock: Callable[[], TrainerClock] = lambda: TrainerClock(accumulation=accumulation)
-        order = {"dataset": len(dataset) if self._num_samples else None, "seed": self.config.seed}
-        order |= {"shuffle": self.config.shuffle, "max_samples": self.config.max_samples}
+        order: dict[str, Any] = {"seed": self.config.seed, "max_samples": self.config.max_samples}
+        if self._num_samples is not None:
+            order |= {"dataset": len(dataset), "shuffle": self.config.shuffle}
+        else:
+            order["stream_sharding"] = self.config.stream_sharding
+            if self.config.stream_sharding == "dataset":
+                order["num_workers"] = max(self.config.num_workers, 1)
         self.position = Position(self._num_samples, self.config.mode, order)
         self._marks = False  # whether someone says which batches have been trained on
         self._recent: deque[BatchInfo] = deque(maxlen=_RECENT)
@@ -265,8 +270,10 @@ class ODBLoader:
             control=control,
         )
         if channel is not None:
-            encoded = CollateProcess(job) if self.config.num_workers else LocalFeed(RankData(job), bytes)
-            return LeaderFeed(encoded, channel, decode)
+            in_process = self.config.num_workers == 0
+            return LeaderFeed(
+                lambda: LocalFeed(RankData(job), bytes) if in_process else CollateProcess(job), channel, decode
+            )
         return CollateProcess(job, decode) if self.config.num_workers else LocalFeed(RankData(job), decode)
 
     def _ranks(self) -> tuple[int, int]:

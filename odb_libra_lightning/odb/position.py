@@ -73,6 +73,8 @@ class Position:
         state = self._loaded
         if state is None and self._ledger is not None and self._ledger.done_views:
             state = self._ledger.state_dict()
+        if state is not None and self._order.get("stream_sharding") == "dataset" and state["world_size"] != world_size:
+            raise _other_samples("world_size", state["world_size"], world_size)
         # As long as nothing is trained on, another pass begins where this one does.
         first_step = (self._next_step or 0) if carry_on or state is None else state["steps"]
         self._ledger = open_ledger(
@@ -176,14 +178,17 @@ class Position:
         if not {"epoch", "steps", "next_step"} <= state.keys():
             raise ValueError(f"this is no state of an ODBLoader of this version: its keys are {sorted(state)}")
         for name, value in state.get("order", {}).items():
-            if self._order[name] != value:
+            if self._order.get(name) != value:
                 what = "a dataset of so many samples" if name == "dataset" else name
-                raise ValueError(
-                    f"the checkpoint was written within an epoch with {what}={value}, and this loader has "
-                    f"{self._order[name]}: it would go on with other samples. Resume with the same, or from a "
-                    "checkpoint of an epoch's end"
-                )
+                raise _other_samples(what, value, self._order.get(name))
         self._begin_epoch(state["epoch"])
         self._next_step = state["next_step"]
         if "order" in state:
             self._loaded = state
+
+
+def _other_samples(what: str, then: Any, now: Any) -> ValueError:
+    return ValueError(
+        f"the checkpoint was written within an epoch with {what}={then}, and this loader has {now}: it would go on "
+        "with other samples. Resume with the same, or from a checkpoint of an epoch's end"
+    )

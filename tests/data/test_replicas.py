@@ -113,6 +113,22 @@ def test_a_fault_of_the_leader_stops_all_its_members_with_its_text(tmp_path: Pat
         assert "sample 7: OSError: unreadable" in end.output
 
 
+def leader_cannot_start() -> None:
+    class Unpicklable(Documents):
+        def __reduce__(self) -> Any:
+            raise TypeError("not to be sent")
+
+    dist.init_process_group("gloo")
+    settings = {"num_workers": 1, "start_method": "spawn"}
+    list(ODBLoader(Unpicklable(20), pad, rank=0, world_size=1, replica_size=2, **settings))
+
+
+def test_a_leader_that_cannot_start_tells_its_members(tmp_path: Path) -> None:
+    for end in start_ranks(leader_cannot_start, 2, tmp_path, timeout=60):
+        assert end.code not in (0, -9)
+        assert "not to be sent" in end.output
+
+
 def wrong_size() -> None:
     dist.init_process_group("gloo")
     list(ODBLoader(Documents(20), pad, num_workers=0, rank=dist.get_rank(), world_size=2, replica_size=2))

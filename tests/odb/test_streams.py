@@ -182,3 +182,35 @@ def test_random_augmentation_does_not_depend_on_workers_or_on_what_was_read_befo
     broken.set_epoch(1)
     begun = next(iter(broken))
     assert {**begun, **drawn(1, 1, broken.state_dict())} == whole
+
+
+def test_a_stream_that_shares_itself_out_goes_on_with_as_many_workers_only() -> None:
+    settings = {"stream_sharding": "dataset", **SETTINGS}
+    first = ODBLoader(AwareStream(60), pad, num_workers=1, **settings)
+    next(iter(first))
+    state = first.state_dict()
+    first.close()
+    with pytest.raises(ValueError, match="num_workers=1, and this loader has 2"):
+        ODBLoader(AwareStream(60), pad, num_workers=2, **settings).load_state_dict(state)
+    with pytest.raises(ValueError, match="stream_sharding=dataset, and this loader has loader"):
+        ODBLoader(AwareStream(60), pad, num_workers=1, **SETTINGS).load_state_dict(state)
+
+
+def test_a_stream_whose_iterator_is_falsy_ends() -> None:
+    class Falsy:
+        def __init__(self) -> None:
+            self.left = 7
+
+        def __iter__(self) -> Falsy:
+            return self
+
+        def __next__(self) -> dict[str, torch.Tensor]:
+            if self.left == 0:
+                raise StopIteration
+            self.left -= 1
+            return Documents(9)[self.left]
+
+        def __len__(self) -> int:
+            return 0
+
+    assert len(epochs(ODBLoader(Falsy(), pad, num_workers=0, **SETTINGS), 1)[0]) == 7
