@@ -43,5 +43,5 @@ def _next_step(trainer: L.Trainer) -> int:
     """
     batches = trainer.fit_loop.epoch_loop.batch_progress
     done = int(batches.current.processed)  # type: ignore[attr-defined]
-    at_the_end = batches.is_last_batch and batches.current.completed == done
+    at_the_end = batches.is_last_batch and batches.current.completed == batches.current.ready
     return 0 if at_the_end or done >= trainer.num_training_batches else done

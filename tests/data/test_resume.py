@@ -175,11 +175,12 @@ def test_stopping_at_a_number_of_steps_and_going_on_by_epochs_loses_nothing() ->
 class SavesWithin(L.Callback):
     """Writes a checkpoint in the middle of a step, as a handler of a signal or of an exception does."""
 
-    def __init__(self, path: Path, hook: str) -> None:
-        self.path, self.hook = path, hook
+    def __init__(self, path: Path, hook: str, last: bool) -> None:
+        self.path, self.hook, self.last = path, hook, last
 
     def _save(self, trainer: L.Trainer, hook: str) -> None:
-        if hook == self.hook and trainer.fit_loop.epoch_loop.batch_progress.current.ready == 4:
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        if hook == self.hook and (batches.is_last_batch if self.last else batches.current.ready == 4):
             trainer.save_checkpoint(self.path)
             trainer.should_stop = True
 
@@ -193,8 +194,9 @@ class SavesWithin(L.Callback):
         self._save(trainer, "on_before_zero_grad")
 
 
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_backward", "on_before_zero_grad"])
-def test_a_checkpoint_written_within_a_step_repeats_that_step(hook: str, tmp_path: Path) -> None:
+def test_a_checkpoint_written_within_a_step_repeats_that_step(hook: str, last: bool, tmp_path: Path) -> None:
     def run(callbacks: list[L.Callback], ckpt: Path | None = None) -> Seen:
         seen = Seen()
         trainer = quiet_trainer(max_epochs=2, callbacks=[seen, *callbacks])
@@ -202,9 +204,9 @@ def test_a_checkpoint_written_within_a_step_repeats_that_step(hook: str, tmp_pat
         trainer.fit(BigramModel(), datamodule=data, ckpt_path=ckpt)
         return seen
 
-    first = run([SavesWithin(tmp_path / "within.ckpt", hook)])
+    first = run([SavesWithin(tmp_path / "within.ckpt", hook, last)])
     second = run([], tmp_path / "within.ckpt")
-    assert of_epoch(first.steps[:3], 0) + of_epoch(second.steps, 0) == Counter(range(50))
+    assert of_epoch(first.steps[: -1 if last else 3], 0) + of_epoch(second.steps, 0) == Counter(range(50))
     assert of_epoch(second.steps, 1) == Counter(range(50))
 
 
