@@ -37,6 +37,7 @@ class RunSummary(L.Callback):
         self._steps = 0
         self._lengths: list[int] = []
         self._dropped: dict[int, int] = {}  # by epoch
+        self._exchange_s: dict[int, float] = {}  # by epoch
         self._begin = time.perf_counter()
         self._first_update = trainer.global_step
 
@@ -50,6 +51,7 @@ class RunSummary(L.Callback):
         if self._steps == 1:
             self._begin -= info.wait_s  # the trainer draws the first batch before it says that training starts
         self._dropped[info.epoch] = info.samples_dropped
+        self._exchange_s[info.epoch] = info.exchange_s
         self._lengths.extend(info.lengths[: _MOST_LENGTHS - len(self._lengths)])
 
     @override
@@ -77,6 +79,8 @@ class RunSummary(L.Callback):
         table.add_row("samples per update", f"{totals.samples / max(updates, 1):,.1f}")
         table.add_row("zero-weight steps", f"{totals.zero_weight_steps / (self._steps * trainer.world_size):.2%}")
         table.add_row("waiting for data", f"{totals.waited_s / elapsed:.1%} of {elapsed:,.0f} s")
+        if trainer.world_size > 1:
+            table.add_row("exchanges, beside training", f"{sum(self._exchange_s.values()) / elapsed:.1%} of the time")
         console = Console()
         console.print(table)
         for logger in trainer.loggers:
