@@ -6,7 +6,7 @@ from functools import partial
 
 import lightning as L
 
-from odb_libra_lightning.callbacks.trainer_clock import trainer_clock
+from odb_libra_lightning.callbacks.trainer_clock import epochs_done, trainer_clock
 from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.loader import ODBLoader
 
@@ -27,7 +27,12 @@ def training_loader(trainer: L.Trainer) -> ODBLoader:
 
 
 def follow_trainer(loader: ODBLoader, trainer: L.Trainer) -> None:
-    """Have a loader count as a trainer does, and be told by it which batches have been trained on."""
+    """Have a loader count as a trainer does, and be told by it which batches have been trained on.
+
+    One that another trainer has used begins anew.
+    """
+    if isinstance(loader.clock, partial) and loader.clock.args != (trainer,):
+        loader.restart(epochs_done(trainer))
     loader.clock = partial(trainer_clock, trainer)
     loader.mark_trained(-1)
 

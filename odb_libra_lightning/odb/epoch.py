@@ -126,6 +126,7 @@ class RankEpoch:
         self._failure = RankFailure(rank)
         self._deal = 0
         self._rounds = 0  # of earlier deals
+        self._repeated = 0  # views of earlier deals beyond one a sample
         self._undelivered = NO_VIEWS  # dropped views of all ranks that no step has been told of
         self._samples_dropped = ledger.dropped
         self._steps = StepMaker(
@@ -180,7 +181,9 @@ class RankEpoch:
                 break
             if self._ledger.samples_left == 0:
                 break
+            done = self._ledger.done_views
             self._ledger.deal(self._ledger.world_size)
+            self._repeated += done - self._ledger.done_views
             self._rounds += self._protocol.rounds
             self._deal += 1
             self._begin_deal()
@@ -207,7 +210,7 @@ class RankEpoch:
                 round=self._rounds + result.number,
                 deal=self._deal,
                 samples_dropped=self._samples_dropped,
-                samples_total=self._ledger.total,
+                samples_total=None if self._ledger.total is None else self._ledger.total + self._repeated,
                 samples=result.samples,
                 views=views,
             )

@@ -73,16 +73,22 @@ class LeaderFeed:
 
     def steps(self, start: EpochStart) -> Iterator[Step]:
         """Steps of one epoch."""
-        try:
-            self._feed = self._feed or self._open_feed()
-            for step in self._feed.steps(start):
-                self._channel.broadcast(pickle.dumps(step))
-                yield replace(step, payload=self._decode(step.payload))
-        except Exception as error:
-            text = str(error) if isinstance(error, ODBError) else f"{type(error).__name__}: {error}"
-            self._channel.broadcast(pickle.dumps(text))
-            raise
-        self._channel.broadcast(pickle.dumps(None))
+        steps = self._encoded_steps(start)
+        while True:
+            try:
+                step = next(steps, None)
+            except Exception as error:
+                text = str(error) if isinstance(error, ODBError) else f"{type(error).__name__}: {error}"
+                self._channel.broadcast(pickle.dumps(text))
+                raise
+            self._channel.broadcast(pickle.dumps(step))
+            if step is None:
+                return
+            yield replace(step, payload=self._decode(step.payload))
+
+    def _encoded_steps(self, start: EpochStart) -> Iterator[Step]:
+        self._feed = self._feed or self._open_feed()
+        yield from self._feed.steps(start)
 
     def close(self) -> None:
         """End the feed."""

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -97,8 +98,10 @@ class ODBLoader:
             raise ValueError(
                 f"replica_size must be at least 1, and above 1 needs rank and world_size; got {replica_size}"
             )
-        if accumulation < 1:
-            raise ValueError(f"accumulation must be at least 1 micro-batch, got {accumulation}")
+        if not _is_whole(accumulation, least=1):
+            raise ValueError(f"accumulation must be a whole number of at least 1 micro-batch, got {accumulation!r}")
+        if not (collate_fn is None or callable(collate_fn)):
+            raise ValueError(f"collate_fn must be a function or None, got {collate_fn!r}")
         self.dataset = dataset
         self.collate_fn = collate_fn or default_collate
         self.config = LoaderConfig.from_keywords(l_max=l_max, **settings)
@@ -147,7 +150,11 @@ class ODBLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Number of the next epoch; without this call each pass over the loader is the one after the last."""
-        self.position.set_epoch(epoch, carry_on=self._marks)
+        self.position.set_epoch(_checked_epoch(epoch), carry_on=self._marks)
+
+    def restart(self, epoch: int = 0) -> None:
+        """Forget where training stands: the next pass is this epoch, from its beginning."""
+        self.position.set_epoch(_checked_epoch(epoch), carry_on=False)
 
     def mark_trained(self, batch_idx: int) -> None:
         """Tell the loader that a batch has been trained on, for `state_dict`.
@@ -201,6 +208,8 @@ class ODBLoader:
             steps = feed.steps(start)
             while (batch := self._next_batch(steps)) is not _END:
                 yield batch
+                if self._feed is not feed:
+                    raise RuntimeError("the loader was closed, or another pass over it has begun, before this ended")
             self._busy = False
             self.position.end()
             if not self._recent and not start.state:
@@ -284,6 +293,16 @@ class ODBLoader:
     def _check_shard(self, rank: int, world_size: int) -> None:
         # Of a stream nobody knows whether it has a sample for each rank.
         check_shard(world_size if self._num_samples is None else self._num_samples, rank=rank, world_size=world_size)
+
+
+def _is_whole(value: object, *, least: int) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) < 2**63
+
+
+def _checked_epoch(epoch: int) -> int:
+    if not _is_whole(epoch, least=0):
+        raise ValueError(f"epoch must be a whole number of at least 0, got {epoch!r}")
+    return int(epoch)
 
 
 def _count_samples(dataset: Any, config: LoaderConfig) -> int | None:

@@ -138,7 +138,8 @@ class Position:
         return EpochAccount(
             epoch=self._epoch,
             samples=ledger.num_samples,
-            emitted=ledger.done_views,
+            # In `non_join` a sample's last repeats are not in the ledger, which has it once.
+            emitted=max(ledger.done_views, self._last.samples_done if self._last else 0),
             dropped=ledger.dropped,
             identities=ledger.num_samples - ledger.samples_left,
             deals=len(self._deals) + 1,

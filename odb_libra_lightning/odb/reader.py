@@ -16,6 +16,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from odb_libra_lightning.odb.config import LoaderConfig
 from odb_libra_lightning.odb.lengths import realized_length
+from odb_libra_lightning.odb.sharding import MOST_SAMPLES
 from odb_libra_lightning.odb.wire import to_bytes
 
 
@@ -127,6 +128,9 @@ class StreamReader(IterableDataset["Sample | Failure"]):
             place = number * parts + mine if by_dataset else number
             if self._config.max_samples is not None and place >= self._config.max_samples:
                 return
+            if place >= MOST_SAMPLES:
+                yield Failure(f"a stream can have {MOST_SAMPLES} samples an epoch: pass max_samples", "")
+                return
             try:
                 with randomness:
                     if stream is None:
@@ -144,7 +148,7 @@ class StreamReader(IterableDataset["Sample | Failure"]):
 def realize(sample: Any, *, view: int, identity: int, config: LoaderConfig) -> Sample | Failure:
     """Learn a sample's length, apply the policies, and make it ready to travel."""
     try:
-        length = int((config.length_fn or realized_length)(sample))
+        length = _whole((config.length_fn or realized_length)(sample))
     except Exception as error:
         return _failure(identity, error)
     if length < 0:
@@ -166,6 +170,13 @@ def realize(sample: Any, *, view: int, identity: int, config: LoaderConfig) -> S
         return Sample(view, identity, length, to_bytes(sample))
     except Exception as error:
         return Failure(f"sample {identity} cannot be pickled: {error}", traceback.format_exc())
+
+
+def _whole(length: Any) -> int:
+    number = length.item() if hasattr(length, "item") else length
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or number != int(number):
+        raise ValueError(f"a length must be a whole number of tokens, got {length!r}")
+    return int(number)
 
 
 def _failure(identity: int, error: Exception) -> Failure:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from odb_libra_lightning.odb.errors import ShardError
 
 # Views travel between ranks as 32-bit numbers.
-_MOST_SAMPLES = 2**31 - 2**20
+MOST_SAMPLES = 2**31 - 2**20
 
 
 def check_shard(num_samples: int, *, rank: int, world_size: int) -> None:
@@ -23,6 +23,8 @@ def check_shard(num_samples: int, *, rank: int, world_size: int) -> None:
         ShardError: a ValueError, if the dataset is empty, has fewer samples than there are ranks or more than can be
             numbered, or the rank is out of range.
     """
+    if world_size < 1:
+        raise ShardError(f"world_size must be at least 1, got {world_size}")
     if not 0 <= rank < world_size:
         raise ShardError(f"rank must lie in 0..{world_size - 1}, got {rank}")
     if num_samples < 1:
@@ -32,10 +34,9 @@ def check_shard(num_samples: int, *, rank: int, world_size: int) -> None:
             f"the training dataset has {num_samples} sample{'s' * (num_samples > 1)} for {world_size} ranks: "
             "each rank needs one; add samples or train on fewer devices"
         )
-    if num_samples > _MOST_SAMPLES:
+    if num_samples > MOST_SAMPLES:
         raise ShardError(
-            f"the training dataset has {num_samples} samples, and an epoch can have {_MOST_SAMPLES}: pass max_samples, "
-            "or give an iterable dataset"
+            f"the training dataset has {num_samples} samples, and an epoch can have {MOST_SAMPLES}: pass max_samples"
         )
 
 

@@ -264,6 +264,14 @@ def test_a_loader_given_to_fit_itself_resumes_as_well(name: str, tmp_path: Path)
         assert of_epoch(whole.steps[:stop], epoch) + of_epoch(resumed.steps, epoch) == Counter(range(50))
 
 
+def test_a_loader_given_to_another_trainer_begins_anew() -> None:
+    given = loader(50, l_max=900)
+    for _ in range(2):
+        seen = Seen()
+        quiet_trainer(max_steps=4, callbacks=[TokenLossScaling(), seen]).fit(BigramModel(), train_dataloaders=given)
+        assert [epoch for epoch, _ in seen.steps] == [0] * 4
+
+
 def loader(size: int = 60, **settings: Any) -> ODBLoader:
     return ODBLoader(Documents(size), pad, **{"l_max": 600, "num_workers": 0, "buffer_size": 16, **settings})
 

@@ -12,10 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
 
 from odb_libra_lightning import ODBLoader
 from odb_libra_lightning.odb.errors import ODBError, PeerLostError
@@ -98,6 +98,34 @@ def test_set_epoch_replays_an_order() -> None:
     assert one_epoch(loader) == first != second
 
 
+def test_two_passes_at_once_are_refused() -> None:
+    loader = ODBLoader(Documents(30), pad, l_max=600, num_workers=0)
+    first = iter(loader)
+    next(first)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="another pass over it has begun"):
+        next(first)
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, None, True, 2**70])
+def test_what_is_no_number_of_an_epoch_is_refused(epoch: Any) -> None:
+    with pytest.raises(ValueError, match="epoch must be a whole number"):
+        ODBLoader(Documents(9), pad).set_epoch(epoch)
+
+
+@pytest.mark.parametrize("length", [0.5, 3.7, "7", True, float("nan")])
+def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
+    with pytest.raises(ODBError, match="sample 0: ValueError"):
+        one_epoch(ODBLoader(Documents(1), pad, num_workers=0, length_fn=lambda sample: length))
+
+
+@pytest.mark.parametrize("length", [3, 3.0, torch.tensor(3), np.int32(3)])
+def test_a_length_may_be_any_type_of_number(length: Any) -> None:
+    loader = ODBLoader(Documents(1), pad, num_workers=0, length_fn=lambda sample: length)
+    one_epoch(loader)
+    assert loader.info.lengths == (3,)
+
+
 def test_set_epoch_begins_an_epoch_that_was_left_anew() -> None:
     loader = ODBLoader(Documents(30), pad, l_max=600, num_workers=0)
     loader.set_epoch(3)
@@ -132,16 +160,19 @@ def stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 # ---- bad input, one process
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
 @pytest.mark.parametrize(
     ("dataset", "settings", "says"),
     [
         ([], {}, "training dataset is empty"),
-        (Stream(), {}, "map-style dataset, with __getitem__ and __len__, got a Stream"),
+        (object(), {}, "or an iterable one, with __iter__; got a object"),
+        ([1], {"collate_fn": 3}, "collate_fn must be a function or None, got 3"),
+        ([1], {"ignore_index": None}, "ignore_index must be a whole number, got None"),
+        ([1], {"length_fn": 5}, "length_fn must be a function or None, got 5"),
+        ([1], {"timeout": 1e12}, "timeout must be at most .* a year"),
+        ([1], {"cost": "quadratic"}, "cost='quadratic' goes with quadratic_length"),
+        ([1], {"max_samples": 0}, "max_samples must be a whole number of at least 1"),
+        ([1], {"rank": 0, "world_size": 0}, "world_size must be at least 1, got 0"),
+        ([1], {"replica_size": 2}, "replica_size must be at least 1, and needs rank"),
         ([1], {"l_max": 0}, "l_max must be a whole number of at least 1, got 0"),
         ([1], {"l_max": 2.5}, "l_max must be a whole number of at least 1, got 2.5"),
         ([1], {"oversize": "split"}, "oversize must be one of .* got 'split'"),
@@ -151,7 +182,7 @@ class Stream(IterableDataset[int]):
         ([1], {"prefetch_factor": 2.5}, "prefetch_factor must be a whole number of at least 1, got 2.5"),
         ([1], {"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ([1], {"pacing": "no"}, "pacing must be True or False, got 'no'"),
-        ([1], {"accumulation": 0}, "accumulation must be at least 1 micro-batch, got 0"),
+        ([1], {"accumulation": 0}, "accumulation must be a whole number of at least 1 micro-batch, got 0"),
         ([1], {"rank": 0}, "both rank and world_size or neither"),
         ([1], {"rank": 0, "world_size": 2}, "1 sample for 2 ranks"),
         ([1, 2], {"rank": 2, "world_size": 2}, "rank must lie in 0..1, got 2"),
