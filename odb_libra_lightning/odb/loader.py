@@ -108,7 +108,7 @@ class ODBLoader:
         self._num_samples = _count_samples(dataset, self.config)
         self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
         self._replica_size = replica_size
-        self._check_shard(rank or 0, world_size or 1)
+        self._check_shard(*(self._given_ranks or (0, 1)))
         self.clock: Callable[[], TrainerClock] = lambda: TrainerClock(accumulation=accumulation)
         order: dict[str, Any] = {"seed": self.config.seed, "max_samples": self.config.max_samples}
         if self._num_samples is not None:

@@ -172,7 +172,7 @@ def stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         ([1], {"cost": "quadratic"}, "cost='quadratic' goes with quadratic_length"),
         ([1], {"max_samples": 0}, "max_samples must be a whole number of at least 1"),
         ([1], {"rank": 0, "world_size": 0}, "world_size must be at least 1, got 0"),
-        ([1], {"replica_size": 2}, "replica_size must be at least 1, and needs rank"),
+        ([1], {"replica_size": 2}, "replica_size must be at least 1, and .* needs rank"),
         ([1], {"l_max": 0}, "l_max must be a whole number of at least 1, got 0"),
         ([1], {"l_max": 2.5}, "l_max must be a whole number of at least 1, got 2.5"),
         ([1], {"oversize": "split"}, "oversize must be one of .* got 'split'"),
