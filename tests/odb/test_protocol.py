@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odb_libra_lightning.data.length_mixes import length_mix
+from odb_libra_lightning.data.length_mixes import LENGTH_MIXES, length_mix
 from odb_libra_lightning.odb.cost import TokenCost
 from odb_libra_lightning.odb.epoch import Partition, RankEpoch, Step
 from odb_libra_lightning.odb.exchange import Broadcast, Gather
@@ -340,3 +340,20 @@ def test_an_epoch_of_the_paper_s_size_on_eight_ranks(samples: int, surplus: int)
     assert len(rounds) <= samples // 8 + 2
     idle = sum(step.info.idle_ranks for step in ranks[0])
     assert idle < 0.005 * 8 * len(ranks[0])
+
+
+@pytest.mark.parametrize("mix", sorted(LENGTH_MIXES))
+def test_a_rank_sends_at_most_16_kib_a_round_at_the_default_buffer(mix: str) -> None:
+    sent, rounds = [], []
+    simulate(
+        length_mix(mix, 4 * 2048).tolist(),
+        world_size=4,
+        l_max=LENGTH_MIXES[mix].l_max,
+        source=LengthSource,
+        collate_fn=len,
+        watch=lambda rank, epoch, result: rounds.append(result.steps) if rank == 0 else None,
+        tap=lambda rank, event: sent.append(event.message.nbytes) if rank == 0 and isinstance(event, Gather) else None,
+    )
+    *with_steps, last = rounds
+    assert (len(with_steps), last) == (2, 0), "the buffer is filled twice"
+    assert sum(sent) <= 2 * 16_384
