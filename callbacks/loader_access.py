@@ -27,14 +27,8 @@ def training_loader(trainer: L.Trainer) -> ODBLoader:
 
 
 def follow_trainer(loader: ODBLoader, trainer: L.Trainer) -> None:
-    """Have a loader count as a trainer does, and be told by it which batches have been trained on.
-
-    One that another trainer has used begins anew.
-    """
-    if isinstance(loader.clock, partial) and loader.clock.args != (trainer,):
-        loader.restart(epochs_done(trainer))
-    loader.clock = partial(trainer_clock, trainer)
-    loader.mark_trained(-1)
+    """Have a loader count as a trainer does, and be told by it which batches have been trained on."""
+    loader.follow(trainer, partial(trainer_clock, trainer), epoch=epochs_done(trainer))
 
 
 def batch_info(trainer: L.Trainer, batch_idx: int) -> BatchInfo:

@@ -63,6 +63,12 @@ class ZeroWeightSteps(L.Callback):
         self._info = None
         if self.idle_without_odb and not isinstance(trainer.train_dataloader, ODBLoader):
             return
+        if not training_loader(trainer).follows(trainer):
+            raise RuntimeError(
+                "the ODBLoader does not know how this trainer counts, so its windows and checkpoints would be wrong: give "
+                "it to trainer.fit(train_dataloaders=...), or its dataset to ODBDataModule, and not to a "
+                "train_dataloader() hook"
+            )
         info = batch_info(trainer, batch_idx)
         if info.accumulation != trainer.accumulate_grad_batches:
             raise RuntimeError(

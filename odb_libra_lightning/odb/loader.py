@@ -72,9 +72,6 @@ class ODBLoader:
         accumulation: micro-batches of an accumulation window.
         **settings: the other fields of `LoaderConfig`.
 
-    Attributes:
-        clock: tells, when a pass begins and when a checkpoint is written, how the trainer counts.
-
     Raises:
         ValueError: if a setting, or the size of the dataset, cannot work.
     """
@@ -109,7 +106,8 @@ class ODBLoader:
         self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
         self._replica_size = replica_size
         self._check_shard(*(self._given_ranks or (0, 1)))
-        self.clock: Callable[[], TrainerClock] = lambda: TrainerClock(accumulation=accumulation)
+        self._clock: Callable[[], TrainerClock] = lambda: TrainerClock(accumulation=accumulation)
+        self._trainer: object | None = None
         order: dict[str, Any] = {"seed": self.config.seed, "max_samples": self.config.max_samples}
         if self._num_samples is not None:
             order |= {"dataset": len(dataset), "shuffle": self.config.shuffle}
@@ -128,6 +126,8 @@ class ODBLoader:
     @property
     def info(self) -> BatchInfo:
         """Facts about the batch that the loader gave out last.
+
+        A trainer draws batches ahead of the one it trains on: under one, ask `info_at`.
 
         Raises:
             LookupError: before the first batch.
@@ -154,21 +154,37 @@ class ODBLoader:
 
     def restart(self, epoch: int = 0) -> None:
         """Forget where training stands: the next pass is this epoch, from its beginning."""
-        self.position.set_epoch(_checked_epoch(epoch), carry_on=False)
+        self.position.restart(_checked_epoch(epoch))
+
+    def follow(self, trainer: object, clock: Callable[[], TrainerClock], *, epoch: int) -> None:
+        """Count as a trainer does, and be told by it which batches it has trained on, by `mark_trained`.
+
+        Args:
+            trainer: the trainer.
+            clock: tells, when a pass begins and when a checkpoint is written, how it counts.
+            epoch: where training begins, if another trainer has used the loader.
+        """
+        if self._trainer is not None and not self.follows(trainer):
+            self.restart(epoch)
+        self._trainer = trainer
+        self._clock = clock
+        self._marks = True
+
+    def follows(self, trainer: object) -> bool:
+        """Whether it counts as this trainer does."""
+        return self._trainer is trainer
 
     def mark_trained(self, batch_idx: int) -> None:
         """Tell the loader that a batch has been trained on, for `state_dict`.
 
-        A trainer draws batches ahead of the one it trains on, and says -1 before it draws any. In a plain loop nobody
-        need call this: a batch given out counts as trained on. Batches count when their accumulation window is full,
-        since there is no update before.
+        For a trainer that the loader follows; in a plain loop a batch given out counts as trained on. Batches count when
+        their accumulation window is full, since there is no update before.
         """
-        self._marks = True
         self.position.settle(through=batch_idx)
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: the epoch, and which of its views are trained on; complete on every rank."""
-        return self.position.state_dict(next_step=self.clock().next_step)
+        return self.position.state_dict(next_step=self._clock().next_step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the next pass go on where a state was taken: with what is not trained on, in new batches.
@@ -196,7 +212,7 @@ class ODBLoader:
     def __iter__(self) -> Iterator[Any]:
         """Batches of one epoch. Nothing starts before the first is asked for."""
         rank, world_size = self._ranks()
-        clock = self.clock()
+        clock = self._clock()
         start = self.position.begin(
             world_size, carry_on=self._marks, accumulation=clock.accumulation, limit=clock.limit
         )

@@ -43,16 +43,17 @@ class Position:
     def follow(self, other: Position) -> None:
         """Take over from the position of another loader of the same samples; of others, its number of the epoch."""
         if self._order == other._order and self._mode == other._mode:
-            vars(self).update(vars(other))
+            vars(self).update(vars(other), _given=deque())
         else:
-            self._begin_epoch(other._epoch)
+            self.restart(other._epoch)
 
     def set_epoch(self, epoch: int, *, carry_on: bool) -> None:
         """Begin this epoch with the next pass, unless that goes on within it; `carry_on` as in `begin`."""
         if epoch != self._epoch or not (carry_on or self._loaded is not None):
-            self._begin_epoch(epoch)
+            self.restart(epoch)
 
-    def _begin_epoch(self, epoch: int) -> None:
+    def restart(self, epoch: int) -> None:
+        """Begin this epoch with the next pass, whatever has gone before."""
         self._epoch, self._ledger, self._loaded = epoch, None, None
         self._next_step = None
         self._given.clear()
@@ -69,7 +70,7 @@ class Position:
             limit: number of the step at which the trainer ends the epoch.
         """
         if self._ledger is not None and not carry_on and self._loaded is None:
-            self._begin_epoch(self._epoch + 1)
+            self.restart(self._epoch + 1)
         state = self._loaded
         if state is None and self._ledger is not None and self._ledger.done_views:
             state = self._ledger.state_dict()
@@ -126,7 +127,7 @@ class Position:
             # What no step could tell of, since none came after: samples that were drawn last, and dropped.
             self._ledger.drop_the_rest()
         account = self.account
-        self._begin_epoch(self._epoch + 1)
+        self.restart(self._epoch + 1)
         self._ended, self._account = False, account
 
     @property
@@ -182,7 +183,7 @@ class Position:
             if self._order.get(name) != value:
                 what = "a dataset of so many samples" if name == "dataset" else name
                 raise _other_samples(what, value, self._order.get(name))
-        self._begin_epoch(state["epoch"])
+        self.restart(state["epoch"])
         self._next_step = state["next_step"]
         if "order" in state:
             self._loaded = state
