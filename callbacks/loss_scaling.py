@@ -65,8 +65,8 @@ class ZeroWeightSteps(L.Callback):
             return
         if not training_loader(trainer).follows(trainer):
             raise RuntimeError(
-                "the ODBLoader does not know how this trainer counts, so its windows and checkpoints would be wrong: give "
-                "it to trainer.fit(train_dataloaders=...), or its dataset to ODBDataModule, and not to a "
+                "the ODBLoader does not know how this trainer counts, so its windows and checkpoints would be wrong: "
+                "give it to trainer.fit(train_dataloaders=...), or its dataset to ODBDataModule, and not to a "
                 "train_dataloader() hook"
             )
         info = batch_info(trainer, batch_idx)

@@ -77,7 +77,7 @@ def gather(values: Sequence[int], *, failure: str | None = None) -> Exchange[Mes
     return gathered[:, 1:]
 
 
-def gather_small(values: Sequence[int], count: int, *, failure: str | None = None) -> Exchange[Message]:
+def gather_small(values: Sequence[int], count: int, *, failure: str | None = None) -> Exchange[npt.NDArray[np.int32]]:
     """The same for integers below `SMALL`, which travel two to a word.
 
     Args:
@@ -86,7 +86,7 @@ def gather_small(values: Sequence[int], count: int, *, failure: str | None = Non
         failure: what went wrong on this rank.
 
     Returns:
-        int64 `[W, count]`, padded with 0.
+        int32 `[W, count]`, padded with 0.
 
     Raises:
         OverflowError: if a value does not fit.
@@ -95,7 +95,7 @@ def gather_small(values: Sequence[int], count: int, *, failure: str | None = Non
     packed = np.zeros(count + count % 2, np.int32)
     packed[: len(values)] = values
     gathered = yield from gather(packed.view(np.int64).tolist(), failure=failure)
-    return np.ascontiguousarray(gathered).view(np.int32)[:, :count].astype(np.int64)
+    return np.ascontiguousarray(gathered).view(np.int32)[:, :count]
 
 
 def gather_bytes(payload: bytes) -> Exchange[list[bytes]]:

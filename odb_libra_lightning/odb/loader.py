@@ -177,8 +177,8 @@ class ODBLoader:
     def mark_trained(self, batch_idx: int) -> None:
         """Tell the loader that a batch has been trained on, for `state_dict`.
 
-        For a trainer that the loader follows; in a plain loop a batch given out counts as trained on. Batches count when
-        their accumulation window is full, since there is no update before.
+        For a trainer that the loader follows; in a plain loop a batch given out counts as trained on. Batches count
+        when their accumulation window is full, since there is no update before.
         """
         self.position.settle(through=batch_idx)
 
@@ -241,7 +241,9 @@ class ODBLoader:
     def close(self) -> None:
         """End the collate process, if one runs, and this rank's part in the control store."""
         self._stop()
-        self._control = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
     def _stop(self) -> None:
         feed, self._feed = self._feed, None

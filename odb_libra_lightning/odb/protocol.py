@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from odb_libra_lightning.odb.alignment import align_groups, group_target
 from odb_libra_lightning.odb.cost import TokenCost
@@ -157,7 +158,7 @@ class RankProtocol:
             lists += [[]] * (steps + 1 - len(lists))
             row = [*map(len, lists), *(view for some in lists for view in some)]
             everyone = yield from gather_small(row, steps + 1 + views)
-            sizes, views_by_rank = everyone[:, : steps + 1], everyone[:, steps + 1 :]
+            sizes, views_by_rank = everyone[:, : steps + 1].astype(np.int64), everyone[:, steps + 1 :]
             samples = sizes[:, 1:]
             if self._observed:
                 dropped, *emitted = _by_list(sizes, views_by_rank)
@@ -180,7 +181,7 @@ def _steps(statuses: list[int], free_slots: list[int], groupable: list[int]) -> 
     return group_target([max(status, 0) for status in statuses], free_slots, groupable)
 
 
-def _by_list(sizes: Message, views: Message) -> list[Views]:
+def _by_list(sizes: Message, views: npt.NDArray[np.int32]) -> list[Views]:
     """For each of a row's lists, the views of all ranks in it.
 
     Args:
@@ -189,4 +190,5 @@ def _by_list(sizes: Message, views: Message) -> list[Views]:
     """
     sent = views[np.arange(views.shape[1]) < sizes.sum(axis=1, keepdims=True)]
     labels = np.repeat(np.tile(np.arange(sizes.shape[1]), len(sizes)), sizes.ravel())
-    return np.split(sent[np.argsort(labels, kind="stable")], np.cumsum(sizes.sum(axis=0))[:-1])
+    by_list = sent[np.argsort(labels, kind="stable")].astype(np.int64)
+    return np.split(by_list, np.cumsum(sizes.sum(axis=0))[:-1])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import util
 from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
@@ -23,6 +26,8 @@ TransportName: TypeAlias = Literal["gloo", "store"]
 
 # How much longer a replica waits for its leader than the leader for other ranks, whose error then comes first.
 _GRACE_S = 15.0
+# How long the process that holds the store waits at its end for others that still read from it.
+_LINGER_S = 5.0
 # An address outside, kept for documentation (RFC 5737).
 _ANYWHERE = "192.0.2.1"
 
@@ -157,6 +162,15 @@ class ControlStore:
         except RuntimeError as error:
             raise PeerLostError(f"rank {rank}: rank 0 did not open its loader within {timeout:g} s") from error
         self._host, self._port = json.loads(trainer_store.get(key))
+        # After the collate processes (priority 10), which are the ones that still read.
+        server = self._server if self._me == 0 else None
+        self._leave = util.Finalize(
+            self, _leave, args=(self._host, self._port, server, len(processes), transport == "store"), exitpriority=5
+        )
+
+    def close(self) -> None:
+        """Leave the store. Where exchanges go through it, the process that holds it waits a little for the others."""
+        self._leave()
 
     @property
     def leads(self) -> bool:
@@ -219,6 +233,19 @@ class ControlStore:
                 f"{', '.join(map(str, absent))}; do all ranks train with the same loader?"
             ) from error
         return [_Process(*json.loads(value)) for value in trainer_store.multi_get(keys)]
+
+
+def _leave(host: str, port: int, server: TCPStore | None, processes: int, read: bool) -> None:
+    """Say that this process reads no more; and, holding the store, wait until all have said so."""
+    if not read:
+        return
+    with contextlib.suppress(RuntimeError):  # the others, or the store, may be gone: then nobody reads
+        store = server or TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_LINGER_S))
+        left = store.add("left", 1)
+        deadline = time.monotonic() + _LINGER_S
+        while server is not None and left < processes and time.monotonic() < deadline:
+            time.sleep(0.02)
+            left = store.add("left", 0)
 
 
 def _grouped(processes: Sequence[_Process]) -> list[tuple[int, ...]]:

@@ -168,11 +168,12 @@ class StepMaker:
         for step in steps:
             self._remember_stand_in(step)
         lacking = [step.payload is None or step.loss_tokens == 0 for step in steps]
-        everyone = yield from gather_small(
+        counts = yield from gather_small(
             [self._stand_in.quality, any(lacking), *(n for step in steps for n in step.numbers)],
             2 + 3 * len(steps),
             failure=self._failure.text,
         )
+        everyone: Message = counts.astype(np.int64)  # sums over ranks may be large
         yield from self._share_stand_in(qualities=everyone[:, 0], wanting=everyone[:, 1])
         samples = facts.samples[:, first : first + len(steps)]
         tokens, longest, loss_tokens = everyone[:, 2:].reshape(self._world_size, len(steps), 3).transpose(2, 0, 1)
