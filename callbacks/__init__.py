@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning as L
 
 from odb_libra_lightning.callbacks.batching import PaddingMonitor, SamplesPerUpdateMonitor, StepsPerEpochMonitor
+from odb_libra_lightning.callbacks.epoch_means import ExactEpochMeans
 from odb_libra_lightning.callbacks.loader_access import batch_info
 from odb_libra_lightning.callbacks.loss_scaling import TokenLossScaling, ZeroWeightSteps
 from odb_libra_lightning.callbacks.lr_schedule import SampleLRSchedule
@@ -18,6 +19,7 @@ from odb_libra_lightning.callbacks.validation_interval import ValidateEverySampl
 __all__ = [
     "DashboardPanels",
     "DataWaitMonitor",
+    "ExactEpochMeans",
     "Monitor",
     "PaddingMonitor",
     "RunSummary",

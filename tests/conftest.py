@@ -45,7 +45,8 @@ def _processes() -> set[str]:
                 ours.add(int(environment.parent.name))
     # Python keeps these two until it ends.
     ours -= {os.getpid(), resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
-    return {f"process {pid}: {_command(pid)}" for pid in ours}
+    # W&B starts its service once for as long as the interpreter runs.
+    return {f"process {pid}: {command}" for pid in ours if "wandb-core" not in (command := _command(pid))}
 
 
 def _command(pid: int) -> str:

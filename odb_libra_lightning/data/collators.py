@@ -33,11 +33,11 @@ class CausalLMCollator:
         self.pad_token_id = pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
 
-    def __call__(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def __call__(self, samples: Sequence[Mapping[str, Tensor | Sequence[int]]]) -> dict[str, Tensor]:
         """Build one batch.
 
         Args:
-            samples: `n` samples with `input_ids` and `labels`, both int64 `[l_i]`; further keys are dropped.
+            samples: `n` samples with `input_ids` and `labels`, both int64 `[l_i]` or lists; further keys are dropped.
 
         Returns:
             `input_ids`, `attention_mask` (1 for a token, 0 for padding) and `labels` (-100 for padding), all
@@ -48,16 +48,15 @@ class CausalLMCollator:
         """
         if not samples:
             raise ValueError("no samples to collate")
-        for position, sample in enumerate(samples):
-            self._check(position, sample)
-        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+        checked = [self._checked(position, sample) for position, sample in enumerate(samples)]
+        lengths = torch.tensor([len(sample["input_ids"]) for sample in checked])
         extra = -int(lengths.max()) % (self.pad_to_multiple_of or 1)
-        input_ids = self._pad(samples, "input_ids", self.pad_token_id, extra)
-        labels = self._pad(samples, "labels", IGNORED, extra)
+        input_ids = self._pad(checked, "input_ids", self.pad_token_id, extra)
+        labels = self._pad(checked, "labels", IGNORED, extra)
         attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
-    def padded_length(self, sample: Mapping[str, Tensor]) -> int:
+    def padded_length(self, sample: Mapping[str, Tensor | Sequence[int]]) -> int:
         """Length of a sample rounded up as a batch's is, tokens: a `length_fn` that keeps batches within the budget.
 
         Take an `l_max` that is a multiple of `pad_to_multiple_of`, or samples just below it count as longer.
@@ -66,15 +65,18 @@ class CausalLMCollator:
         return length + -length % (self.pad_to_multiple_of or 1)
 
     @staticmethod
-    def _check(position: int, sample: Mapping[str, Tensor]) -> None:
+    def _checked(position: int, sample: Mapping[str, Tensor | Sequence[int]]) -> dict[str, Tensor]:
         for key in ("input_ids", "labels"):
             if key not in sample:
                 raise ValueError(f"sample {position} of the batch has no {key!r}, only {sorted(sample)}")
-        if sample["input_ids"].ndim != 1 or sample["input_ids"].shape != sample["labels"].shape:
+        # Tokenizers and datasets give lists.
+        checked = {key: torch.as_tensor(sample[key]) for key in ("input_ids", "labels")}
+        if checked["input_ids"].ndim != 1 or checked["input_ids"].shape != checked["labels"].shape:
             raise ValueError(
-                f"sample {position} of the batch has input_ids {list(sample['input_ids'].shape)} and labels "
-                f"{list(sample['labels'].shape)}: expected both [tokens], of one length"
+                f"sample {position} of the batch has input_ids {list(checked['input_ids'].shape)} and labels "
+                f"{list(checked['labels'].shape)}: expected both [tokens], of one length"
             )
+        return checked
 
     @staticmethod
     def _pad(samples: Sequence[Mapping[str, Tensor]], key: str, value: int, extra: int) -> Tensor:

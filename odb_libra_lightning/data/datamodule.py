@@ -15,6 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from typing_extensions import override
 
+from odb_libra_lightning.callbacks.epoch_means import ExactEpochMeans
 from odb_libra_lightning.callbacks.loader_access import follow_trainer
 from odb_libra_lightning.callbacks.loss_scaling import TokenLossScaling, ZeroWeightSteps
 from odb_libra_lightning.callbacks.trainer_clock import epochs_done
@@ -164,6 +165,7 @@ class ODBDataModule(L.LightningDataModule):
             loader.set_epoch(epochs_done(trainer))
         self._loader, self._trained_by = loader, trainer
         _weigh_losses(trainer, loader.config)
+        _average_exactly(trainer)
         destroy_gloo_at_exit()
         return loader
 
@@ -185,6 +187,7 @@ class ODBDataModule(L.LightningDataModule):
     def _share_out(self, loaders: Any) -> Any:
         if self.trainer is None:
             return loaders
+        _average_exactly(self.trainer)
         rank, world_size = _data_parallel_rank(self.trainer)
         return apply_to_collection(loaders, DataLoader, share_out, rank=rank, world_size=world_size)
 
@@ -304,15 +307,26 @@ def _data_parallel_rank(trainer: L.Trainer) -> tuple[int, int]:
 def _weigh_losses(trainer: L.Trainer, config: LoaderConfig) -> None:
     """Add the callback that applies the loss weights, unless the trainer has one."""
     needed = ZeroWeightSteps if config.loss_scaling == "none" else TokenLossScaling
-    if not any(isinstance(callback, ZeroWeightSteps) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        callback = needed()
-        callback.idle_without_odb = True
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # Before those that write checkpoints, and behind all others, which Lightning may be calling just now.
-        place = next((i for i, other in enumerate(callbacks) if isinstance(other, Checkpoint)), len(callbacks))
-        callbacks.insert(place, callback)
-        rank_zero_info(
-            f"ODBDataModule adds the callback {needed.__name__}: losses are weighted by {config.loss_scaling}"
-            if needed is TokenLossScaling
-            else "ODBDataModule adds the callback ZeroWeightSteps: losses are not scaled, stand-in batches bear none"
-        )
+    if any(isinstance(callback, ZeroWeightSteps) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        return
+    callback = needed()
+    callback.idle_without_odb = True
+    _add_callback(trainer, callback)
+    rank_zero_info(
+        f"ODBDataModule adds the callback {needed.__name__}: losses are weighted by {config.loss_scaling}"
+        if needed is TokenLossScaling
+        else "ODBDataModule adds the callback ZeroWeightSteps: losses are not scaled, stand-in batches bear none"
+    )
+
+
+def _average_exactly(trainer: L.Trainer) -> None:
+    """Add the callback for ranks of unequal shares, unless the trainer has it."""
+    if trainer.world_size > 1 and not any(isinstance(callback, ExactEpochMeans) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        _add_callback(trainer, ExactEpochMeans())
+
+
+def _add_callback(trainer: L.Trainer, callback: L.Callback) -> None:
+    """Before those that write checkpoints, and behind all others, which Lightning may be calling just now."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    place = next((i for i, other in enumerate(callbacks) if isinstance(other, Checkpoint)), len(callbacks))
+    callbacks.insert(place, callback)

@@ -22,7 +22,7 @@ def realized_length(sample: Any) -> int:
     """
     for field in _FIELDS:
         value = sample.get(field) if isinstance(sample, Mapping) else getattr(sample, field, None)
-        if value is not None:
+        if value is not None and not callable(value):
             return int(value) if field == "length" else _extent(value, sample)
     if isinstance(sample, tuple) and sample and not isinstance(sample[0], Real):
         return _extent(sample[0], sample)

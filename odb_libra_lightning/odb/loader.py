@@ -229,11 +229,10 @@ class ODBLoader:
             self._busy = False
             self.position.end()
             if not self._recent and not start.state:
-                warnings.warn(
-                    f"epoch {start.epoch} has no batch: every sample was dropped (l_max={self.config.l_max}, "
-                    f"oversize={self.config.oversize!r}, empty={self.config.empty!r})",
-                    stacklevel=2,
-                )
+                why = f"(l_max={self.config.l_max}, oversize={self.config.oversize!r}, empty={self.config.empty!r})"
+                if self._num_samples is None:
+                    why += ", or the iterable dataset gave none; a generator can be iterated only once"
+                warnings.warn(f"epoch {start.epoch} has no batch: every sample was dropped {why}", stacklevel=2)
         finally:
             if self._feed is feed:
                 self._close_unless(idle=self.config.persistent_workers)

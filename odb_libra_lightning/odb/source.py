@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -53,10 +55,12 @@ class SampleSource:
         self._indexed: tuple[_Chunks, DataLoader[Sample | Failure]] | None = None
         self._in_sampler = 0
         self._waiting = False
+        self._workers: list[Any] = []
 
     def start(self, ledger: EpochLedger | StreamLedger) -> None:
         """Begin to draw what an epoch's ledger leaves to this rank; what was drawn and not taken is forgotten."""
         self._ready.clear()
+        self._workers = []
         self._chunks = iter(())  # workers of an earlier deal end before others begin
         if self._indexed is not None and self._indexed[0].out:
             self._indexed = None  # torch would wait for what persistent workers still read, and not for long
@@ -64,11 +68,19 @@ class SampleSource:
         seeds = np.random.SeedSequence([self._config.seed, ledger.epoch, self._rank])
         loader.generator.manual_seed(int(seeds.generate_state(1)[0]))
         self._chunks = iter(loader)
-        if self._config.num_workers:
-            # torch raises from a signal handler when a worker dies, wherever the main thread is then; here, only while
-            # it waits for samples, where a failure can be told to all ranks. It must be raised there: a worker that
-            # dies within a message leaves a read that nothing else ends.
+        self._watch_workers()
+
+    def _watch_workers(self) -> None:
+        """Have a worker's death raised in this thread while it waits for samples, where it can be told to all ranks.
+
+        A worker that dies within a message leaves a read that nothing else ends. torch raises from its handler of
+        SIGCHLD, but wherever the main thread is then, and not where a fork server is the workers' parent.
+        """
+        self._workers = getattr(self._chunks, "_workers", [])
+        if self._workers:
             signal.signal(signal.SIGCHLD, self._worker_may_have_died)
+            ends = [worker.sentinel for worker in self._workers]
+            threading.Thread(target=_signal_ends, args=(ends,), name="odb-workers", daemon=True).start()
 
     def _of_views(self, ledger: EpochLedger) -> DataLoader[Sample | Failure]:
         config = self._config
@@ -149,6 +161,7 @@ class SampleSource:
                 chunk = self._next_chunk()
                 if chunk is None:
                     self._in_sampler = 0
+                    self._workers = []  # they end now
                     break
                 self._ready.extend(chunk)
             sample = self._ready.popleft()
@@ -164,7 +177,7 @@ class SampleSource:
         while True:
             try:
                 self._waiting = True
-                torch._C._error_if_any_worker_fails()
+                self._worker_may_have_died()
                 return next(self._chunks, None)
             except RuntimeError as error:  # torch has no class of its own for it
                 if "timed out" not in str(error):
@@ -178,8 +191,20 @@ class SampleSource:
                 self._waiting = False
 
     def _worker_may_have_died(self, *_: object) -> None:
-        if self._waiting:
-            torch._C._error_if_any_worker_fails()
+        dead = [worker for worker in self._workers if worker.exitcode] if self._waiting else []
+        if dead:
+            self._waiting = False
+            how = [f"pid {worker.pid}, exit code {worker.exitcode}" for worker in dead]
+            raise RuntimeError(f"DataLoader worker exited unexpectedly ({'; '.join(how)}); a negative code is a signal")
+
+
+def _signal_ends(sentinels: list[int]) -> None:
+    """Interrupt the main thread at each end of a process."""
+    main = threading.main_thread().ident
+    while sentinels and main is not None:
+        for ended in connection.wait(sentinels):
+            sentinels.remove(ended)  # type: ignore[arg-type]
+            signal.pthread_kill(main, signal.SIGCHLD)
 
 
 class _Chunks:

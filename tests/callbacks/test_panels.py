@@ -22,6 +22,7 @@ KEYS = [
     "odb/padding_ratio",
     "odb/samples_per_update",
     "odb/tokens_per_update",
+    "odb/steps_per_epoch",
     "odb/data_wait_fraction",
     "odb/zero_weight_steps",
     "odb/round_ms",

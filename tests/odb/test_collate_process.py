@@ -18,21 +18,31 @@ import pytest
 
 from odb_libra_lightning.odb.collate_process import CollateProcess
 from odb_libra_lightning.odb.config import LoaderConfig
+from odb_libra_lightning.odb.epoch import EpochStart
 from odb_libra_lightning.odb.errors import PeerLostError
 from odb_libra_lightning.odb.rank_data import RankJob
 from odb_libra_lightning.odb.wire import from_bytes
 from tests.launch import REPOSITORY, children, start, wait_all
 from tests.samples import Documents, identities, pad
 
-FIRST_EPOCH: tuple[Any, ...] = (0, 1)  # epoch, accumulation: arguments of `RankData.steps`
 # Steps are let go up to four at a time, so one fewer than that may go beyond the room there was.
 BURST = 3
 
 
 def collating(dataset: Any, decode: Callable[[bytearray], Any] = from_bytes, **settings: Any) -> CollateProcess:
     config = LoaderConfig(**{"l_max": 400, "num_workers": 1, **settings})
-    return CollateProcess(
-        RankJob(dataset=dataset, collate_fn=pad, config=config, rank=0, world_size=1, control=None), decode
+    return CollateProcess(job(dataset, config), decode)
+
+
+def job(dataset: Any, config: LoaderConfig) -> RankJob:
+    return RankJob(
+        dataset=dataset,
+        num_samples=len(dataset),
+        collate_fn=pad,
+        config=config,
+        rank=0,
+        world_size=1,
+        control=None,
     )
 
 
@@ -58,7 +68,7 @@ def test_batches_are_decoded_ahead_of_the_trainer_and_no_more_than_are_allowed(p
 
     process = collating(Documents(300), decode, prefetch_batches=prefetch_batches)
     seen = []
-    for taken, step in enumerate(process.steps(*FIRST_EPOCH), start=1):
+    for taken, step in enumerate(process.steps(EpochStart()), start=1):
         seen.extend(identities(step.payload))
         if taken == 1:
             wait_until(lambda: len(decoded_in) >= 1 + prefetch_batches)
@@ -70,17 +80,8 @@ def test_batches_are_decoded_ahead_of_the_trainer_and_no_more_than_are_allowed(p
 
 
 def test_without_decode_the_bytes_come_as_they_are() -> None:
-    process = CollateProcess(
-        RankJob(
-            dataset=Documents(5),
-            collate_fn=pad,
-            config=LoaderConfig(l_max=10_000, num_workers=1),
-            rank=0,
-            world_size=1,
-            control=None,
-        )
-    )
-    assert sorted(i for step in process.steps(*FIRST_EPOCH) for i in identities(from_bytes(step.payload))) == [
+    process = CollateProcess(job(Documents(5), LoaderConfig(l_max=10_000, num_workers=1)))
+    assert sorted(i for step in process.steps(EpochStart()) for i in identities(from_bytes(step.payload))) == [
         *range(5)
     ]
     process.close()
@@ -92,7 +93,7 @@ def test_an_error_of_decoding_is_raised_where_the_batch_is_awaited() -> None:
 
     process = collating(Documents(50), decode)
     with pytest.raises(MemoryError, match="no page-locked memory left"):
-        next(process.steps(*FIRST_EPOCH))
+        next(process.steps(EpochStart()))
     process.close()
 
 
@@ -101,7 +102,7 @@ def test_ctrl_c_is_obeyed_while_a_batch_is_awaited() -> None:
     interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
-        next(process.steps(*FIRST_EPOCH))
+        next(process.steps(EpochStart()))
     process.close()
 
 
@@ -109,7 +110,7 @@ def test_ctrl_c_is_obeyed_while_a_batch_is_awaited() -> None:
 def test_signals_that_the_trainer_answers_do_nothing_to_the_processes_behind_it(start_method: str) -> None:
     """A terminal or a cluster sends them to all processes of a job; by SIGTERM a DataLoader ends its workers."""
     process = collating(Documents(300), prefetch_batches=1, start_method=start_method)
-    steps = process.steps(*FIRST_EPOCH)
+    steps = process.steps(EpochStart())
     seen = identities(next(steps).payload)
     collate = process._process.pid
     workers = children(collate)
@@ -133,7 +134,7 @@ def ends(process: CollateProcess) -> Callable[[], bool]:
 def test_close_ends_process_and_thread_within_an_epoch(dataset: Documents) -> None:
     process = collating(dataset, prefetch_batches=2)
     ended = ends(process)
-    steps = process.steps(*FIRST_EPOCH)
+    steps = process.steps(EpochStart())
     if type(dataset) is Documents:
         next(steps)
     process.close()
@@ -143,7 +144,7 @@ def test_close_ends_process_and_thread_within_an_epoch(dataset: Documents) -> No
 
 def test_a_handle_that_nobody_holds_ends_its_process_and_thread() -> None:
     process = collating(Documents(500))
-    next(process.steps(*FIRST_EPOCH))
+    next(process.steps(EpochStart()))
     ended, handle = ends(process), weakref.ref(process)
     del process
     gc.collect()
@@ -154,7 +155,7 @@ def test_a_handle_that_nobody_holds_ends_its_process_and_thread() -> None:
 def test_a_process_that_is_stopped_is_an_error_in_time_and_ends_when_closed() -> None:
     process = collating(Documents(500), timeout=1, prefetch_batches=1)
     ended = ends(process)
-    steps = process.steps(*FIRST_EPOCH)
+    steps = process.steps(EpochStart())
     next(steps)
     os.kill(process._process.pid, signal.SIGSTOP)
     with pytest.raises(PeerLostError, match="rank 0: no batch within 1 s"):
@@ -174,7 +175,7 @@ def test_a_process_that_is_killed_is_an_error_even_where_its_socket_stays_open(m
     real = socket.socketpair
     monkeypatch.setattr(socket, "socketpair", socketpair)
     process = collating(Documents(500), prefetch_batches=1)
-    steps = process.steps(*FIRST_EPOCH)
+    steps = process.steps(EpochStart())
     next(steps)
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises(PeerLostError, match="rank 0: its collate process ended by signal 9 before the epoch did"):

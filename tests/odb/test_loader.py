@@ -266,7 +266,7 @@ def test_an_epoch_of_which_all_is_dropped_says_so() -> None:
 
 
 def test_a_worker_that_is_killed_is_an_error_and_not_a_hang() -> None:
-    with pytest.raises(ODBError, match=r"rank 0: DataLoader worker .* (exited unexpectedly|is killed by signal)"):
+    with pytest.raises(ODBError, match=r"rank 0: DataLoader worker .*exited unexpectedly"):
         one_epoch(broken_loader("dies", num_workers=1))
 
 
@@ -288,7 +288,7 @@ def lose_a_worker() -> Any:
 def test_a_worker_that_is_killed_stops_both_ranks_at_the_same_step(tmp_path: Path) -> None:
     zero, one = run_ranks(lose_a_worker, 2, tmp_path, timeout=60)
     assert zero == one
-    assert re.match("rank 1: DataLoader worker .* (exited unexpectedly|is killed by signal)", zero["error"])
+    assert re.match("rank 1: DataLoader worker .*exited unexpectedly", zero["error"])
     assert zero["steps"] > 0
 
 
