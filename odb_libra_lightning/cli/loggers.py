@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
@@ -24,6 +24,7 @@ def run_loggers(
     project: str = "odb-libra-lightning",
     mode: Literal["offline", "online"] = "offline",
     wandb: bool = True,
+    wandb_id: str | None = None,
     tensorboard: bool = True,
 ) -> list[Logger]:
     """Make the loggers of one run, all of them writing under its folder.
@@ -35,6 +36,7 @@ def run_loggers(
         mode: `offline` keeps W&B on disk and needs neither account nor network, `online` streams.
             The environment variable `WANDB_MODE` wins over it when set.
         wandb: Whether to log to Weights & Biases.
+        wandb_id: The W&B run to go on with, as after `resume`; None begins a new one.
         tensorboard: Whether to log to TensorBoard.
 
     Raises:
@@ -50,7 +52,10 @@ def run_loggers(
         # `mode` goes straight to `wandb.init`; with `offline=True` Lightning would write WANDB_MODE into the
         # environment, for every later run of this process. Capturing the console breaks up progress bars.
         settings = Settings(console="off", silent=wandb_mode == "offline")
-        logger = WandbLogger(name=name, project=project, save_dir=run_dir, mode=wandb_mode, settings=settings)
+        going_on: dict[str, Any] = {"id": wandb_id, "resume": "allow"} if wandb_id else {}
+        logger = WandbLogger(
+            name=name, project=project, save_dir=run_dir, mode=wandb_mode, settings=settings, **going_on
+        )
         # Lightning hands over an option that W&B has retired and warns about in every run.
         vars(logger).get("_wandb_init", {}).pop("anonymous", None)
         loggers.append(logger)

@@ -10,13 +10,18 @@ from typing import Any
 import lightning as L
 import pytest
 import wandb
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from wandb.proto.wandb_internal_pb2 import Record
 
+from odb_libra_lightning import ODBDataModule
+from odb_libra_lightning.callbacks import monitoring
 from odb_libra_lightning.callbacks.panels import DashboardPanels, custom_scalars_layout
+from tests.modules import BigramModel, quiet_trainer
+from tests.samples import Documents, pad
 
 KEYS = [
     "odb/padding_ratio",
@@ -138,3 +143,31 @@ def test_only_rank_zero_registers(tmp_path: Path) -> None:
     DashboardPanels().on_fit_start(trainer, BoringModel())
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_goes_on_in_one_wandb_run_over_one_axis(tmp_path: Path) -> None:
+    def run(folder: str, ckpt: Path | None) -> Path:
+        logger = WandbLogger(save_dir=tmp_path / folder, mode="offline", id="onerun", resume="allow")
+        checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=3)
+        callbacks = [*monitoring(progress_bar=False), checkpoint]
+        trainer = quiet_trainer(
+            max_epochs=1, logger=logger, log_every_n_steps=1, enable_checkpointing=True, callbacks=callbacks
+        )
+        data = ODBDataModule(Documents(40), pad, l_max=900, num_workers=0, buffer_size=16)
+        trainer.fit(BigramModel(), datamodule=data, ckpt_path=ckpt)
+        wandb.finish()
+        (path,) = (tmp_path / folder).glob("wandb/offline-run-*/run-onerun.wandb")
+        return path
+
+    first, second = (
+        [
+            float(item.value_json)
+            for record in wandb_records(path)
+            for item in record.history.item
+            if (item.key or "/".join(item.nested_key)) == "progress/samples"
+        ]
+        for path in (run("first", None), run("second", tmp_path / "step=3.ckpt"))
+    )
+    assert first[-1] == second[-1] == 40
+    assert second == sorted(second)
+    assert second[0] > first[2], "it goes on where the checkpoint was written"

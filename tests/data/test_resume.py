@@ -93,7 +93,12 @@ def test_each_rank_goes_on_with_what_it_has_left(asks: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "changed", [{"num_workers": 2}, {"buffer_size": 40, "l_max": 500}, {"mode": "non_join"}, {"pacing": False}]
+    "changed",
+    [
+        {"num_workers": 2, "buffer_size": 40, "l_max": 500},
+        {"mode": "non_join"},
+        pytest.param({"pacing": False}, marks=pytest.mark.full),
+    ],
 )
 def test_workers_buffer_budget_and_mode_may_change(changed: dict[str, Any], tmp_path: Path) -> None:
     runs = [{"from": "step=3", **changed}]
@@ -239,7 +244,15 @@ def test_a_smaller_limit_than_where_training_stands_begins_the_next_epoch(limit:
     assert [epoch for epoch, _ in second.steps] == [1] * limit
 
 
-@pytest.mark.parametrize("name", ["step=3", "step=7", "endepoch=0", "endepoch=1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step=3",
+        pytest.param("step=7", marks=pytest.mark.full),
+        "endepoch=0",
+        pytest.param("endepoch=1", marks=pytest.mark.full),
+    ],
+)
 def test_a_loader_given_to_fit_itself_resumes_as_well(name: str, tmp_path: Path) -> None:
     def fit_once(resume: Path | None = None) -> Seen:
         seen = Seen()
