@@ -41,6 +41,11 @@ class Monitor(L.Callback, ABC):
         """
 
     @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not trainer.global_step:  # not what an earlier trainer did; a checkpoint is read after this
+            self._consumed, self._settled = {"samples": 0, "tokens": 0}, {"samples": 0, "tokens": 0}
+
+    @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._interval = Totals()
         self._updates_logged = trainer.global_step

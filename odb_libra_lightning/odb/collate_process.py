@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing as mp
 import pickle
 import queue
+import select
 import signal
 import socket
 import struct
@@ -34,6 +35,9 @@ from odb_libra_lightning.odb.rank_data import RankData, RankJob
 _GRACE_S = 5.0
 # How long a collate process waits for room before it tells the other ranks that it is still there.
 _PATIENCE_S = 30.0
+# How long a forked process may take to begin, and how many are tried.
+_START_S = 10.0
+_ATTEMPTS = 5
 # Seconds after which a wait for a batch looks whether the collate process is alive.
 _CHECK_S = 1.0
 
@@ -55,23 +59,9 @@ class CollateProcess:
     """
 
     def __init__(self, job: RankJob, decode: Callable[[bytearray], Any] = _as_it_is) -> None:
-        context: Any = mp.get_context(job.config.start_method)
         self._rank = job.rank
         self._timeout = job.config.timeout
-        self._socket, theirs = socket.socketpair()
-        # Not daemonic, since it has children of its own: the data workers.
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._process = context.Process(
-            target=_main, args=(job, theirs, in_main_thread), name=f"odb-collate-{job.rank}"
-        )
-        try:
-            with no_garbage_collection():
-                self._process.start()
-        except BaseException:
-            self._socket.close()
-            raise
-        finally:
-            theirs.close()
+        self._process, self._socket = _start(job)
         self._arrived: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
         receiver = threading.Thread(
             target=_receive_all,
@@ -145,6 +135,38 @@ class CollateProcess:
         return PeerLostError(f"rank {self._rank}: its collate process ended {how} before the epoch did")
 
 
+def _start(job: RankJob) -> tuple[BaseProcess, socket.socket]:
+    """Start a process and wait until it runs.
+
+    A fork copies the locks of this process as they are, and where another thread held one, the child waits for it for
+    ever. The resolver's is such a lock: the key-value store of rank 0 takes it for each process that connects. Whether
+    it is free in the child is decided by the fork, so a child that does not get through is given up for another.
+    """
+    context: Any = mp.get_context(job.config.start_method)
+    forked = context.get_start_method() == "fork"
+    # Not daemonic, since it has children of its own: the data workers.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    for attempt in range(1, _ATTEMPTS + 1):
+        mine, theirs = socket.socketpair()
+        process = context.Process(
+            target=_main, args=(job, theirs, in_main_thread, forked), name=f"odb-collate-{job.rank}"
+        )
+        try:
+            with no_garbage_collection():
+                process.start()
+        except BaseException:
+            mine.close()
+            raise
+        finally:
+            theirs.close()
+        if not forked or attempt == _ATTEMPTS or select.select([mine], [], [], _START_S)[0]:
+            break
+        process.kill()
+        process.join(_GRACE_S)
+        mine.close()
+    return process, mine
+
+
 def _end(process: BaseProcess, mine: socket.socket, receiver: threading.Thread) -> None:
     if process.is_alive():
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -171,6 +193,8 @@ def _receive_all(
         except (EOFError, OSError):
             arrived.put(("gone", None, None))
             return
+        if kind == "started":
+            continue
         if kind != "step":
             arrived.put((kind, content, None))
             continue
@@ -183,10 +207,13 @@ def _receive_all(
         del payload, batch  # not to be held while the next is awaited
 
 
-def _main(job: RankJob, theirs: socket.socket, parent_is_main_thread: bool) -> None:
+def _main(job: RankJob, theirs: socket.socket, parent_is_main_thread: bool, forked: bool) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `_obey` hears when to end; data workers do end by this signal
     end_with_parent(parent_is_main_thread=parent_is_main_thread)
     torch.set_num_threads(1)
+    if forked:
+        socket.getnameinfo(("127.0.0.1", 0), socket.NI_NUMERICSERV)  # gets through, or never will: see `_start`
+        _send(theirs, pickle.dumps(("started", None)))
     ending = Ending()
     outbox = _Outbox(theirs, job.config.prefetch_batches)
     requests: queue.SimpleQueue[EpochStart] = queue.SimpleQueue()

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -106,7 +107,7 @@ class ODBLoader:
         self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
         self._replica_size = replica_size
         self._check_shard(*(self._given_ranks or (0, 1)))
-        self._clock: Callable[[], TrainerClock] = lambda: TrainerClock(accumulation=accumulation)
+        self._clock: Callable[[], TrainerClock] = partial(TrainerClock, accumulation=accumulation)
         self._trainer: object | None = None
         order: dict[str, Any] = {"seed": self.config.seed, "max_samples": self.config.max_samples}
         if self._num_samples is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import traceback
 from collections.abc import Iterator
@@ -148,7 +149,7 @@ class StreamReader(IterableDataset["Sample | Failure"]):
 def realize(sample: Any, *, view: int, identity: int, config: LoaderConfig) -> Sample | Failure:
     """Learn a sample's length, apply the policies, and make it ready to travel."""
     try:
-        length = _whole((config.length_fn or realized_length)(sample))
+        length = whole_number((config.length_fn or realized_length)(sample), "a length")
     except Exception as error:
         return _failure(identity, error)
     if length < 0:
@@ -172,10 +173,16 @@ def realize(sample: Any, *, view: int, identity: int, config: LoaderConfig) -> S
         return Failure(f"sample {identity} cannot be pickled: {error}", traceback.format_exc())
 
 
-def _whole(length: Any) -> int:
-    number = length.item() if hasattr(length, "item") else length
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or number != int(number):
-        raise ValueError(f"a length must be a whole number of tokens, got {length!r}")
+def whole_number(value: Any, what: str) -> int:
+    """A count that a user's function returned, of any numeric type.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    number = value.item() if hasattr(value, "item") else value
+    finite = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    if not finite or number != int(number):
+        raise ValueError(f"{what} must be a whole number of tokens, got {value!r}")
     return int(number)
 
 

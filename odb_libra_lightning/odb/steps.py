@@ -22,7 +22,7 @@ from odb_libra_lightning.odb.failure import RankFailure
 from odb_libra_lightning.odb.labels import count_loss_tokens
 from odb_libra_lightning.odb.ledger import Views
 from odb_libra_lightning.odb.loss_weight import window_loss_weights
-from odb_libra_lightning.odb.reader import Sample
+from odb_libra_lightning.odb.reader import Sample, whole_number
 from odb_libra_lightning.odb.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
@@ -250,7 +250,7 @@ class StepMaker:
     def _count_loss_tokens(self, batch: Any, group: list[Sample]) -> int:
         config = self._config
         if config.loss_tokens is not None:
-            count = int(config.loss_tokens(batch))
+            count = whole_number(config.loss_tokens(batch), "what loss_tokens returns")
             if count < 0:
                 raise ValueError(f"loss_tokens returned {count} for a batch; it counts tokens, so 0 or more")
             return count

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from odb_libra_lightning.odb import collate_process
 from odb_libra_lightning.odb.collate_process import CollateProcess
 from odb_libra_lightning.odb.config import LoaderConfig
 from odb_libra_lightning.odb.epoch import EpochStart
@@ -211,3 +212,26 @@ def test_leaving_a_loop_and_the_program_leaves_no_semaphore_behind(start_method:
         wait_all([process], 60)
         log.seek(0)
         assert (process.returncode, log.read()) == (3, "within an epoch\n")
+
+
+def test_a_fork_that_inherits_a_held_lock_is_given_up_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """glibc resets most locks in a forked child; a Python lock stands for one that it does not."""
+    held = threading.Lock()
+    held.acquire()
+    marker = tmp_path / "first"
+    resolve = socket.getnameinfo
+
+    def getnameinfo(*arguments: Any) -> Any:
+        if not marker.exists():
+            marker.touch()
+            held.acquire()
+        return resolve(*arguments)
+
+    monkeypatch.setattr(socket, "getnameinfo", getnameinfo)
+    monkeypatch.setattr(collate_process, "_START_S", 3.0)
+    process = collating(Documents(20), start_method="fork")
+    assert sum(1 for _ in process.steps(EpochStart())) > 0
+    assert marker.exists()
+    process.close()

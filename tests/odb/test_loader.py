@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import sys
@@ -96,6 +97,18 @@ def test_set_epoch_replays_an_order() -> None:
     first, second = one_epoch(loader), one_epoch(loader)
     loader.set_epoch(0)
     assert one_epoch(loader) == first != second
+
+
+def test_a_loader_can_be_sent_to_another_process() -> None:
+    loader = pickle.loads(pickle.dumps(ODBLoader(Documents(9), pad, l_max=600, num_workers=0, accumulation=2)))
+    assert sorted(one_epoch(loader)) == sorted(one_epoch(ODBLoader(Documents(9), pad, l_max=600, num_workers=0)))
+    assert loader.info.accumulation == 2
+
+
+@pytest.mark.parametrize("count", [None, 1.5, float("nan"), "3"])
+def test_a_count_of_loss_tokens_that_is_no_number_is_refused(count: Any) -> None:
+    with pytest.raises(ODBError, match="what loss_tokens returns must be a whole number of tokens"):
+        one_epoch(ODBLoader(Documents(2), pad, num_workers=0, loss_tokens=lambda batch: count))
 
 
 def test_two_passes_at_once_are_refused() -> None:
