@@ -129,6 +129,7 @@ class RankEpoch:
         self._repeated = 0  # views of earlier deals beyond one a sample
         self._undelivered = NO_VIEWS  # dropped views of all ranks that no step has been told of
         self._samples_dropped = ledger.dropped
+        self._untold = 0  # samples dropped beyond these
         self._steps = StepMaker(
             rank=rank,
             world_size=ledger.world_size,
@@ -206,10 +207,11 @@ class RankEpoch:
             views = self._account(result)
             if result.ended:
                 return
+            dropped = self._tell_dropped(result.steps)
             facts = RoundFacts(
                 round=self._rounds + result.number,
                 deal=self._deal,
-                samples_dropped=self._samples_dropped,
+                samples_dropped=dropped,
                 samples_total=None if self._ledger.total is None else self._ledger.total + self._repeated,
                 samples=result.samples,
                 views=views,
@@ -218,7 +220,7 @@ class RankEpoch:
 
     def _account(self, result: GroupingRound) -> list[Views]:
         """Mark what left the buffers in a round, and say which views each step is done with."""
-        self._samples_dropped += int(result.column("dropped").sum())
+        self._untold += int(result.column("dropped").sum())
         gone = [result.dropped, *result.emitted]
         for views in gone:
             self._ledger.mark(views)
@@ -226,9 +228,18 @@ class RankEpoch:
             gone = [self._ledger.positions(views) for views in gone]
         self._undelivered = np.concatenate([self._undelivered, gone[0]])
         if result.steps:
-            gone[1] = np.concatenate([self._undelivered, gone[1]])
+            # Evenly over the steps, so that what is done after each of them is a fair share.
+            for i, views in enumerate(np.array_split(self._undelivered, result.steps), 1):
+                gone[i] = np.concatenate([views, gone[i]])
             self._undelivered = NO_VIEWS
         return gone[1:]
+
+    def _tell_dropped(self, steps: int) -> list[int]:
+        """Samples that are dropped by the end of each of the steps, split as their views are."""
+        told = [self._samples_dropped + part for part in np.cumsum(_split(self._untold, steps)).tolist()]
+        if steps:
+            self._samples_dropped, self._untold = told[-1], 0
+        return told
 
     def _fill(self) -> None:
         """Draw the views that are due, and on until there is a sample to group or no view is left."""
@@ -269,3 +280,8 @@ class RankEpoch:
             if len(set(values)) > 1:
                 shown = [CHOICES[name][value] for value in values] if name in CHOICES else values
                 raise ODBError(f"{name} must be the same on every rank, got {shown} (by rank)")
+
+
+def _split(count: int, parts: int) -> list[int]:
+    """A count in parts as `np.array_split` makes them."""
+    return [count // parts + (part < count % parts) for part in range(parts)]

@@ -56,7 +56,7 @@ class RoundFacts:
 
     round: int
     deal: int
-    samples_dropped: int
+    samples_dropped: Sequence[int]
     samples_total: int | None
     samples: Message
     views: Sequence[Views]
@@ -184,14 +184,14 @@ class StepMaker:
         for i, step in enumerate(steps):
             payload = self._stand_in.payload if lacking[i] else step.payload
             assert payload is not None, "a round has steps only where some rank has a batch"
-            info = self._info(facts, step, totals[i])
+            info = self._info(facts, first + i, step, totals[i])
             share, total = int(shares[self._rank, i]), totals[i][-1]
             self._window.append(_Pending(info, payload, facts.views[first + i], share, total, totals[i][3]))
             self._next += 1
             if self._next % self._accumulation == 0 or self.limit_reached:
                 yield from self.close_window()
 
-    def _info(self, facts: RoundFacts, step: _Collated, totals: Sequence[int]) -> Callable[..., BatchInfo]:
+    def _info(self, facts: RoundFacts, number: int, step: _Collated, totals: Sequence[int]) -> Callable[..., BatchInfo]:
         """The facts about a step but for its weight, from the numbers of its batches over all ranks."""
         samples, tokens, padded_tokens, loss_tokens, idle, _ = totals
         self._samples_trained += samples
@@ -211,8 +211,8 @@ class StepMaker:
             global_padded_tokens=padded_tokens,
             global_loss_tokens=loss_tokens,
             idle_ranks=idle,
-            samples_done=self._samples_trained + facts.samples_dropped,
-            samples_dropped=facts.samples_dropped,
+            samples_done=self._samples_trained + facts.samples_dropped[number],
+            samples_dropped=facts.samples_dropped[number],
             samples_total=facts.samples_total,
         )
 

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from odb_libra_lightning import ODBLoader
+from odb_libra_lightning.odb.config import LoaderConfig
 from odb_libra_lightning.odb.errors import ODBError, PeerLostError
+from odb_libra_lightning.odb.ledger import EpochLedger
 from odb_libra_lightning.odb.source import SampleSource
 from tests.launch import REPOSITORY, run_ranks, session_ends, start, start_ranks, wait_all
 from tests.samples import Documents, identities, pad
@@ -363,15 +365,18 @@ def test_a_dataset_that_hangs_is_an_error_after_the_time_limit() -> None:
 
 
 def test_the_source_tells_where_every_view_is() -> None:
-    loader = ODBLoader(Documents(100), pad, num_workers=2, buffer_size=40)
-    source = SampleSource(loader.dataset, loader.config, rank=0, world_size=1)
-    source.start(0)
-    assert source.in_sampler + source.in_workers == 100
+    source = SampleSource(Documents(100), LoaderConfig(l_max=8192, num_workers=2, buffer_size=40), rank=1)
+    ledger = EpochLedger(100, 2, equal=True)
+    source.start(ledger)
+    assert source.in_sampler + source.in_workers == 50
     taken = source.take(30)
     assert len(taken) == 30
-    assert source.in_sampler + source.in_workers == 70
-    assert [sample.identity for sample in taken + source.take(500)] == source._views.indices.tolist()
+    assert source.in_sampler + source.in_workers == 20
+    rest = source.take(500)
+    order = np.random.default_rng([0, 0]).permutation(100)
+    assert [(s.view, s.identity) for s in taken + rest] == [(v, order[v]) for v in range(1, 100, 2)]
     assert source.in_sampler == source.in_workers == 0
+    source.close()
 
 
 # ---- two ranks
