@@ -27,7 +27,7 @@ TransportName: TypeAlias = Literal["gloo", "store"]
 # How much longer a replica waits for its leader than the leader for other ranks, whose error then comes first.
 _GRACE_S = 15.0
 # How long the process that holds the store waits at its end for others that still read from it.
-_LINGER_S = 5.0
+_LINGER_S = 3.0
 # An address outside, kept for documentation (RFC 5737).
 _ANYWHERE = "192.0.2.1"
 
@@ -239,7 +239,9 @@ def _leave(host: str, port: int, server: TCPStore | None, processes: int, read: 
     """Say that this process reads no more; and, holding the store, wait until all have said so."""
     if not read:
         return
-    with contextlib.suppress(RuntimeError):  # the others, or the store, may be gone: then nobody reads
+    with contextlib.suppress(RuntimeError, OSError):  # the others, or the store, may be gone: then nobody reads
+        if server is None:
+            socket.create_connection((host, port), 1).close()  # a store's client would try for long, and loudly
         store = server or TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_LINGER_S))
         left = store.add("left", 1)
         deadline = time.monotonic() + _LINGER_S
