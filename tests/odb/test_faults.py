@@ -59,7 +59,7 @@ class MeetsAFault(BigramModel):
         if batch_idx == 3:
             (self.folder / f"training{self.global_rank}").touch()
             if self.global_rank == 1:
-                collate = self.trainer.datamodule.loader._producer._process.pid  # type: ignore[attr-defined]
+                collate = self.trainer.datamodule.loader._feed._process.pid  # type: ignore[attr-defined]
                 hurt(self.fault, collate)
         return super().training_step(batch, batch_idx)
 
