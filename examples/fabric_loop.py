@@ -43,7 +43,7 @@ def main() -> None:
             info = loader.info
             batch = fabric.to_device(batch)
             # A window of micro-batches is `accumulation` long, and shorter at an epoch's end, which the weights know.
-            last = (info.batch_idx + 1) % info.accumulation == 0 or info.samples_done == info.samples_total
+            last = info.ends_window
             with fabric.no_backward_sync(model, enabled=not last):
                 logits = model(batch["input_ids"])[:, :-1]
                 loss = cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())  # a mean, ignores -100

@@ -41,7 +41,7 @@ def main() -> None:
             info = loader.info
             tokens, labels = (batch[key].to(device, non_blocking=True) for key in ("input_ids", "labels"))
             # A window of micro-batches is `accumulation` long, and shorter at an epoch's end, which the weights know.
-            last = (info.batch_idx + 1) % info.accumulation == 0 or info.samples_done == info.samples_total
+            last = info.ends_window
             with parallel.no_sync() if parallel and not last else nullcontext():
                 logits = (parallel or model)(tokens)[:, :-1]
                 loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())  # a mean, ignores -100
