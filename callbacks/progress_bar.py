@@ -35,9 +35,21 @@ class SampleProgressBar(TQDMProgressBar):
         return bar
 
     @override
+    def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_start(trainer, *args)
+        # The trainer does not say that an epoch starts where it goes on within one.
+        self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}", refresh=False)
+        self._begin_epoch(trainer)
+
+    @override
     def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
         super().on_train_epoch_start(trainer, *args)
-        self.train_progress_bar.total = training_loader(trainer).samples_per_epoch
+        self._begin_epoch(trainer)
+
+    def _begin_epoch(self, trainer: L.Trainer) -> None:
+        loader = training_loader(trainer)
+        self.train_progress_bar.total = loader.samples_per_epoch
+        self.train_progress_bar.initial = loader.position.samples_done
         self._begin = time.perf_counter()
         self._totals = Totals()
 

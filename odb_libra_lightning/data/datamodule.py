@@ -12,14 +12,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from typing_extensions import override
 
 from odb_libra_lightning.callbacks.epoch_means import ExactEpochMeans
 from odb_libra_lightning.callbacks.loader_access import follow_trainer
 from odb_libra_lightning.callbacks.loss_scaling import TokenLossScaling, ZeroWeightSteps
 from odb_libra_lightning.callbacks.trainer_clock import epochs_done
-from odb_libra_lightning.data.evaluation import draws_whole, share_out
+from odb_libra_lightning.data.evaluation import drawing_sampler, draws_whole, share_out
 from odb_libra_lightning.odb.config import LoaderConfig, takes_settings
 from odb_libra_lightning.odb.loader import ODBLoader
 from odb_libra_lightning.strategies.gloo_exit import destroy_gloo_at_exit
@@ -285,7 +285,7 @@ def _settings_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, An
             settings["start_method"] = loader.multiprocessing_context.get_start_method()
     if isinstance(loader.dataset, IterableDataset):
         return settings
-    sampler = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler or loader.sampler
+    sampler = drawing_sampler(loader)
     if isinstance(sampler, DistributedSampler):
         settings.update(shuffle=sampler.shuffle, seed=sampler.seed)
     elif draws_whole(loader):

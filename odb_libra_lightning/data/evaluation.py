@@ -78,11 +78,18 @@ class EvaluationLoader:
         return len(self._loader)
 
 
+def drawing_sampler(loader: DataLoader[Any]) -> Any:
+    """What draws a DataLoader's samples: the sampler in its batch sampler, or one of another kind itself."""
+    if type(loader.batch_sampler) is BatchSampler:
+        return loader.batch_sampler.sampler  # a DataLoader that is given one has another, unused, of its own
+    return loader.batch_sampler or loader.sampler
+
+
 def draws_whole(loader: DataLoader[Any]) -> bool:
     """Whether a DataLoader's own sampler draws each sample of its dataset once, in order or at random."""
-    if type(loader.batch_sampler) not in (BatchSampler, type(None)) or isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset):
         return False
-    sampler = loader.sampler
+    sampler = drawing_sampler(loader)
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return type(sampler) is SequentialSampler

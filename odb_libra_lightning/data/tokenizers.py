@@ -38,7 +38,7 @@ def import_extra(package: str) -> Any:
         return import_module(package)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{package} is missing ({error}); install it with: pip install odb-libra-lightning[hf]"
+            f"{package} is missing ({error}); install the extra hf, in a clone by: pip install '.[hf]'"
         ) from error
 
 

@@ -87,7 +87,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ModuleNotFoundError as error:
-        hint = "install it with: pip install odb-libra-lightning[hf]"
+        hint = "install the extra hf, in a clone by: pip install '.[hf]'"
         raise ModuleNotFoundError(f"transformers is missing ({error}); {hint}") from error
     return transformers
 

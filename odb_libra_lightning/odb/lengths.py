@@ -15,7 +15,7 @@ def realized_length(sample: Any) -> int:
     Read from its `input_ids` (a mapping's key or an attribute), else from a number called `length`, else
     from the sample itself where it is a tensor, an array or a sequence of numbers, else from the first
     element of a tuple. The length of an array is its last dimension where it has two (`[1, tokens]`, as tokenizers
-    return), its first otherwise.
+    return), its first otherwise; of one with three or more it cannot be read.
 
     Raises:
         TypeError: if none of these applies; the message says how to give `length_fn`.
@@ -31,7 +31,7 @@ def realized_length(sample: Any) -> int:
 
 def _extent(value: Any, sample: Any) -> int:
     shape = getattr(value, "shape", None)
-    if shape is not None and len(shape) > 0:
+    if shape is not None and 0 < len(shape) < 3:
         return int(shape[-1] if len(shape) == 2 and shape[0] == 1 else shape[0])
     if isinstance(value, (list, tuple)) and (not value or isinstance(value[0], Real)):
         return len(value)

@@ -131,6 +131,11 @@ class Position:
         self._ended, self._account = False, account
 
     @property
+    def samples_done(self) -> int:
+        """Views of the epoch under way that are done; 0 between two."""
+        return 0 if self._ledger is None else self._ledger.done_views
+
+    @property
     def account(self) -> EpochAccount | None:
         """What the epoch under way has covered, or the last one between epochs; None for an iterable dataset."""
         ledger = self._ledger

@@ -14,7 +14,15 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import DataLoader, RandomSampler, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from odb_libra_lightning import ODBDataModule, ODBLoader
 from odb_libra_lightning.callbacks import TokenLossScaling, ZeroWeightSteps, monitoring
@@ -563,3 +571,22 @@ def test_a_subset_and_one_sample_train() -> None:
 def test_nothing_to_train_on_is_refused() -> None:
     with pytest.raises(ValueError, match="training dataset is empty"):
         quiet_trainer(devices=1).fit(BigramModel(), datamodule=ODBDataModule(Documents(0), pad))
+
+
+class GivesBatchSampler(L.LightningDataModule):
+    def __init__(self, sampler: Any) -> None:
+        super().__init__()
+        self.sampler = sampler
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Documents(60), batch_sampler=BatchSampler(self.sampler, 4, False), collate_fn=pad)
+
+
+def test_the_sampler_within_a_batch_sampler_is_the_one_that_counts() -> None:
+    data = ODBDataModule.wrap(GivesBatchSampler(RandomSampler(Documents(60))), l_max=400)
+    assert data.train_dataloader().config.shuffle
+    data = ODBDataModule.wrap(GivesBatchSampler(SequentialSampler(Documents(60))), l_max=400)
+    assert not data.train_dataloader().config.shuffle
+    for sampler in (SubsetRandomSampler(range(10)), WeightedRandomSampler([1.0] * 60, 10)):
+        with pytest.raises(ValueError, match=f"draws its samples through a {type(sampler).__name__}"):
+            ODBDataModule.wrap(GivesBatchSampler(sampler), l_max=400).train_dataloader()

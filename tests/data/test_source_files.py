@@ -286,5 +286,5 @@ def test_bad_tokenizer_files_are_named(tmp_path: Path) -> None:
 
 def test_a_missing_extra_says_what_to_install(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install odb-libra-lightning\[hf\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[hf\]'"):
         dataset(tree)

@@ -167,5 +167,5 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
 
 def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install odb-libra-lightning\[hf\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[hf\]'"):
         CausalLM(**TINY)
