@@ -11,8 +11,13 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.launch import children
+
+# No timing decides a test: an example may take as long as the machine makes it.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 SHARED_MEMORY = Path("/dev/shm")
 # By it a process is known for ours that was started by one of ours and has outlived that.
