@@ -191,11 +191,15 @@ class SampleSource:
                 self._waiting = False
 
     def _worker_may_have_died(self, *_: object) -> None:
-        dead = [worker for worker in self._workers if worker.exitcode] if self._waiting else []
+        if not self._waiting or getattr(self._chunks, "_shutdown", False):  # at the end of a pass workers do end
+            return
+        # A fork server tells of an exit code once; whoever asks a moment later, as a nested call does, hears of 255.
+        self._waiting = False
+        dead = [worker for worker in self._workers if worker.exitcode not in (None, 0, 255)]
         if dead:
-            self._waiting = False
             how = [f"pid {worker.pid}, exit code {worker.exitcode}" for worker in dead]
             raise RuntimeError(f"DataLoader worker exited unexpectedly ({'; '.join(how)}); a negative code is a signal")
+        self._waiting = True
 
 
 def _signal_ends(sentinels: list[int]) -> None:

@@ -150,10 +150,10 @@ def test_the_benchmark_fills_its_budget_and_not_much_more() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stderr
     eager, sdpa = (json.loads(ended.stdout)["attention"][name] for name in ("eager", "sdpa"))
-    assert eager["model"]["per_token_squared"] > 4 * sdpa["model"]["per_token_squared"]
+    assert eager["model"]["per_token_squared"] > 1.5 * sdpa["model"]["per_token_squared"]
     for found in (eager, sdpa):
         assert len(found["unseen"]) == 4
-        assert all(0.85 < point["of_available"] < 1.05 for point in found["full"])
+        assert all(0.7 < point["of_available"] < 1.2 for point in found["full"])
 
 
 def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

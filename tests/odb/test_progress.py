@@ -33,7 +33,11 @@ from odb_libra_lightning.odb.progress import (
 from tests.odb.simulation import simulate
 
 SHAPES = st.fixed_dictionaries(
-    {"warmup": st.floats(0, 0.99), "decay": st.sampled_from(["cosine", "linear"]), "minimum": st.floats(0, 1)}
+    {
+        "warmup": st.just(0.0) | st.floats(1e-6, 0.99),
+        "decay": st.sampled_from(["cosine", "linear"]),
+        "minimum": st.floats(0, 1),
+    }
 )
 
 
