@@ -7,7 +7,7 @@ import math
 import random
 import traceback
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +20,12 @@ from odb_libra_lightning.odb.lengths import realized_length
 from odb_libra_lightning.odb.sharding import MOST_SAMPLES
 from odb_libra_lightning.odb.wire import to_bytes
 
+_64_BITS = 2**64 - 1
 
-class Draw(NamedTuple):
-    """One view to read.
 
-    Attributes:
-        view: number of the view within the epoch.
-        identity: dataset index of its sample.
-        epoch: number of the epoch, from 0.
-    """
-
-    view: int
-    identity: int
-    epoch: int
+# One view to read: its number within the epoch, the dataset index of its sample, and the number of the epoch. A plain
+# tuple, since many of them travel.
+Draw: TypeAlias = tuple[int, int, int]
 
 
 class Sample(NamedTuple):
@@ -77,12 +70,13 @@ class SampleReader(Dataset["Sample | Failure"]):
 
     def __getitem__(self, draw: Draw) -> Sample | Failure:
         """Read one sample, and apply the policies for empty and oversize ones."""
+        view, identity, epoch = draw
         try:
-            with _Randomness(self.config.seed, draw.epoch, draw.identity):
-                sample = self.dataset[draw.identity]
+            with _Randomness(self.config.seed, epoch, identity):
+                sample = self.dataset[identity]
         except Exception as error:
-            return _failure(draw.identity, error)
-        return realize(sample, view=draw.view, identity=draw.identity, config=self.config)
+            return _failure(identity, error)
+        return realize(sample, view=view, identity=identity, config=self.config)
 
 
 class StreamReader(IterableDataset["Sample | Failure"]):
@@ -197,8 +191,7 @@ class _Randomness:
     """
 
     def __init__(self, *seed: int) -> None:
-        words = np.random.SeedSequence(seed).generate_state(4, np.uint32)
-        self._words: npt.NDArray[Any] | None = words
+        self._seed: int | None = _mixed(seed)
         self._swaps = get_worker_info() is None
         self._states: tuple[Any, ...] = ()
 
@@ -208,16 +201,27 @@ class _Randomness:
             self._states = outer
             if mine:
                 _set_states(mine)
-        if self._words is not None:
-            words, self._words = self._words, None
-            random.seed(words.tobytes())
-            np.random.seed(words)
-            torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
+        if self._seed is not None:
+            seed, self._seed = self._seed, None
+            random.seed(seed)
+            np.random.seed(seed >> 32)
+            torch.default_generator.manual_seed(seed)
 
     def __exit__(self, *exception: object) -> None:
         if self._swaps:
             outer, self._states = self._states, _states()
             _set_states(outer)
+
+
+def _mixed(numbers: tuple[int, ...]) -> int:
+    """A seed of 64 bits from several numbers, by the steps of SplitMix64, quicker than NumPy's SeedSequence."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed + number + 0x9E3779B97F4A7C15) & _64_BITS
+        mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
+        mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _64_BITS
+        mixed ^= mixed >> 31
+    return mixed
 
 
 def _states() -> tuple[Any, ...]:

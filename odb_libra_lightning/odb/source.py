@@ -235,7 +235,7 @@ class _Chunks:
         while self._views is views and self._drawn < len(views):
             chunk = slice(self._drawn, self._drawn + self.size)
             pairs = zip(views[chunk].tolist(), identities[chunk].tolist(), strict=True)
-            draws = [Draw(view, identity, self._epoch) for view, identity in pairs]
+            draws = [(view, identity, self._epoch) for view, identity in pairs]
             self._drawn += len(draws)
             self.out += len(draws)
             yield draws

@@ -42,7 +42,7 @@ class ListSource:
         )
         views = ledger.share(self._rank)
         identities = order[ledger.positions(views)]
-        self._draws = [Draw(v, i, ledger.epoch) for v, i in zip(views.tolist(), identities.tolist(), strict=True)]
+        self._draws = [(v, i, ledger.epoch) for v, i in zip(views.tolist(), identities.tolist(), strict=True)]
 
     @property
     def in_sampler(self) -> int:
@@ -104,7 +104,8 @@ class LengthSource(ListSource):
     """For large epochs: a dataset of lengths that are samples themselves, without the reader and its policies."""
 
     def _read(self, draw: Draw) -> Sample:
-        return Sample(draw.view, draw.identity, self._reader.dataset[draw.identity], _NOTHING)
+        view, identity, _ = draw
+        return Sample(view, identity, self._reader.dataset[identity], _NOTHING)
 
 
 _NOTHING = to_bytes(None)

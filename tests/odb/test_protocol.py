@@ -111,7 +111,7 @@ class Record:
         class Watched(LateSource if self.scenario.latency is not None else ListSource):  # type: ignore[misc]
             def _read(self, draw: Draw) -> Sample:
                 sample = super()._read(draw)
-                dropped.extend([draw.identity] * sample.dropped)
+                dropped.extend([sample.identity] * sample.dropped)
                 return sample
 
         late = {} if self.scenario.latency is None else {"latency": self.scenario.latency, "random": Random(rank)}
