@@ -28,13 +28,13 @@ from rich.table import Table
 from odb_libra_lightning.data.length_mixes import LENGTH_MIXES
 from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.config import LoaderConfig
-from odb_libra_lightning.odb.epoch import EpochStart, RankEpoch, Step
+from odb_libra_lightning.odb.epoch import EpochStart, RankEpoch
 from odb_libra_lightning.odb.exchange import Gather
 from odb_libra_lightning.odb.ledger import EpochLedger
 from odb_libra_lightning.odb.protocol import GroupingRound
 from odb_libra_lightning.odb.reader import Sample
 from odb_libra_lightning.odb.sharding import epoch_order
-from odb_libra_lightning.odb.steps import STEPS_PER_EXCHANGE, EpochEvents
+from odb_libra_lightning.odb.steps import STEPS_PER_EXCHANGE, EpochEvents, Step
 from odb_libra_lightning.odb.transport import play
 from odb_libra_lightning.odb.wire import to_bytes
 

@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
-from odb_libra_lightning.odb.epoch import EpochStart, Step
+from odb_libra_lightning.odb.epoch import EpochStart
 from odb_libra_lightning.odb.errors import ODBError, PeerLostError
 from odb_libra_lightning.odb.lifetime import Ending, end_with_parent, no_garbage_collection
 from odb_libra_lightning.odb.rank_data import RankData, RankJob
+from odb_libra_lightning.odb.steps import Step
 
 # How long a process that was asked to end may take.
 _GRACE_S = 5.0

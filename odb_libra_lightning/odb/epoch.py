@@ -20,9 +20,7 @@ from odb_libra_lightning.odb.ledger import EpochLedger, StreamLedger, Views
 from odb_libra_lightning.odb.pacing import views_due
 from odb_libra_lightning.odb.protocol import GroupingRound, RankProtocol
 from odb_libra_lightning.odb.reader import Sample
-from odb_libra_lightning.odb.steps import NO_VIEWS, EpochEvents, RoundFacts, Step, StepMaker
-
-__all__ = ["EpochStart", "Partition", "RankEpoch", "Source", "Step"]
+from odb_libra_lightning.odb.steps import NO_VIEWS, EpochEvents, RoundFacts, StepMaker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +99,7 @@ class RankEpoch:
         source: this rank's samples.
         collate_fn: makes a batch of a list of samples.
         observed: whether to learn which views the other ranks emit. Only simulations of very many ranks do without,
-            in `join` mode.
+            in `join` mode and where nothing is dropped.
         watch: called after each round; for tests and simulations.
     """
 
@@ -129,7 +127,6 @@ class RankEpoch:
         self._repeated = 0  # views of earlier deals beyond one a sample
         self._undelivered = NO_VIEWS  # dropped views of all ranks that no step has been told of
         self._samples_dropped = ledger.dropped
-        self._untold = 0  # samples dropped beyond these
         self._steps = StepMaker(
             rank=rank,
             world_size=ledger.world_size,
@@ -204,10 +201,9 @@ class RankEpoch:
             )
             self._emitted += sum(map(len, result.groups))
             self._watch(result)
-            views = self._account(result)
+            dropped, views = self._account(result)
             if result.ended:
                 return
-            dropped = self._tell_dropped(result.steps)
             facts = RoundFacts(
                 round=self._rounds + result.number,
                 deal=self._deal,
@@ -218,28 +214,21 @@ class RankEpoch:
             )
             yield from self._steps.make(facts, result.groups or [[] for _ in range(result.steps)])
 
-    def _account(self, result: GroupingRound) -> list[Views]:
-        """Mark what left the buffers in a round, and say which views each step is done with."""
-        self._untold += int(result.column("dropped").sum())
+    def _account(self, result: GroupingRound) -> tuple[list[int], list[Views]]:
+        """Mark what left the buffers in a round; say how many samples are dropped by each step, and its views."""
         gone = [result.dropped, *result.emitted]
         for views in gone:
             self._ledger.mark(views)
         if self._config.mode == "non_join" and isinstance(self._ledger, EpochLedger):
             gone = [self._ledger.positions(views) for views in gone]
         self._undelivered = np.concatenate([self._undelivered, gone[0]])
-        if result.steps:
-            # Evenly over the steps, so that what is done after each of them is a fair share.
-            for i, views in enumerate(np.array_split(self._undelivered, result.steps), 1):
-                gone[i] = np.concatenate([views, gone[i]])
-            self._undelivered = NO_VIEWS
-        return gone[1:]
-
-    def _tell_dropped(self, steps: int) -> list[int]:
-        """Samples that are dropped by the end of each of the steps, split as their views are."""
-        told = [self._samples_dropped + part for part in np.cumsum(_split(self._untold, steps)).tolist()]
-        if steps:
-            self._samples_dropped, self._untold = told[-1], 0
-        return told
+        if not result.steps:
+            return [], []
+        # Evenly over the steps, so that what is done after each of them is a fair share.
+        dropped = np.array_split(self._undelivered, result.steps)
+        told = [self._samples_dropped + part for part in np.cumsum([len(part) for part in dropped]).tolist()]
+        self._undelivered, self._samples_dropped = NO_VIEWS, told[-1]
+        return told, [np.concatenate(parts) for parts in zip(dropped, gone[1:], strict=True)]
 
     def _fill(self) -> None:
         """Draw the views that are due, and on until there is a sample to group or no view is left."""
@@ -280,8 +269,3 @@ class RankEpoch:
             if len(set(values)) > 1:
                 shown = [CHOICES[name][value] for value in values] if name in CHOICES else values
                 raise ODBError(f"{name} must be the same on every rank, got {shown} (by rank)")
-
-
-def _split(count: int, parts: int) -> list[int]:
-    """A count in parts as `np.array_split` makes them."""
-    return [count // parts + (part < count % parts) for part in range(parts)]

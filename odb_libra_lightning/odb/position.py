@@ -69,7 +69,8 @@ class Position:
             accumulation: micro-batches of an accumulation window.
             limit: number of the step at which the trainer ends the epoch.
         """
-        if self._ledger is not None and not carry_on and self._loaded is None:
+        begun = self._given or (self._ledger is not None and self._ledger.done_views)  # one that gave nothing was none
+        if begun and not carry_on and self._loaded is None:
             self.restart(self._epoch + 1)
         state = self._loaded
         if state is None and self._ledger is not None and self._ledger.done_views:

@@ -15,6 +15,7 @@ from typing import Literal
 from odb_libra_lightning.odb.alignment import align_groups, group_target
 from odb_libra_lightning.odb.cost import TokenCost
 from odb_libra_lightning.odb.grouping import group_by_budget
+from odb_libra_lightning.odb.pacing import views_due
 
 Decay = Literal["cosine", "linear", "constant"]
 DECAYS: tuple[Decay, ...] = ("cosine", "linear", "constant")
@@ -302,8 +303,8 @@ def _play_epoch(
     number = 0
     while number < rounds or any(buffers):
         for share, buffer in zip(shares, buffers, strict=True):
-            views = len(share)
-            buffer.extend(share[number * views // rounds : (number + 1) * views // rounds])
+            drawn = views_due(number - 1, views=len(share), rounds=rounds)
+            buffer.extend(share[drawn : views_due(number, views=len(share), rounds=rounds)])
         number += 1
         groups, tails = [], []
         for buffer in buffers:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from odb_libra_lightning.odb.config import LoaderConfig
-from odb_libra_lightning.odb.epoch import EpochStart, RankEpoch, Source, Step
+from odb_libra_lightning.odb.epoch import EpochStart, RankEpoch, Source
 from odb_libra_lightning.odb.errors import SampleError
 from odb_libra_lightning.odb.ledger import EpochLedger, open_ledger
 from odb_libra_lightning.odb.protocol import GroupingRound
 from odb_libra_lightning.odb.reader import Draw, Failure, Sample, SampleReader
 from odb_libra_lightning.odb.sharding import epoch_order, samples_drawn
+from odb_libra_lightning.odb.steps import Step
 from odb_libra_lightning.odb.transport import Events, play
 from odb_libra_lightning.odb.wire import to_bytes
 

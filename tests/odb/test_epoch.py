@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odb_libra_lightning.odb.epoch import Step
 from odb_libra_lightning.odb.errors import ODBError
 from odb_libra_lightning.odb.ledger import EpochLedger
+from odb_libra_lightning.odb.steps import Step
 from odb_libra_lightning.odb.wire import from_bytes
 from tests.odb.simulation import simulate
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odb_libra_lightning import ODBLoader
-from odb_libra_lightning.odb.epoch import Step
+from odb_libra_lightning.odb.steps import Step
 from tests.odb.simulation import simulate
 from tests.samples import Documents, pad
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from odb_libra_lightning.data.length_mixes import LENGTH_MIXES, length_mix
 from odb_libra_lightning.odb.cost import TokenCost
-from odb_libra_lightning.odb.epoch import Partition, RankEpoch, Step
+from odb_libra_lightning.odb.epoch import Partition, RankEpoch
 from odb_libra_lightning.odb.exchange import Broadcast, Gather
 from odb_libra_lightning.odb.ledger import open_ledger
 from odb_libra_lightning.odb.protocol import GroupingRound
 from odb_libra_lightning.odb.reader import Draw, Sample
-from odb_libra_lightning.odb.steps import STEPS_PER_EXCHANGE
+from odb_libra_lightning.odb.steps import STEPS_PER_EXCHANGE, Step
 from tests.odb.simulation import LateSource, LengthSource, ListSource, simulate
 
 
