@@ -17,8 +17,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,8 @@ from odb_libra_lightning.odb.ledger import EpochLedger
 from odb_libra_lightning.odb.protocol import GroupingRound
 from odb_libra_lightning.odb.reader import Sample
 from odb_libra_lightning.odb.sharding import epoch_order
-from odb_libra_lightning.odb.steps import STEPS_PER_EXCHANGE, EpochEvents, Step
-from odb_libra_lightning.odb.transport import play
+from odb_libra_lightning.odb.steps import STEPS_PER_EXCHANGE, Step
+from odb_libra_lightning.odb.transport import play, tapped
 from odb_libra_lightning.odb.wire import to_bytes
 
 SAMPLE = to_bytes(None)
@@ -177,21 +178,14 @@ class Tally:
         else:
             self.most_tokens[info.batch_idx] = max(self.most_tokens[info.batch_idx], info.tokens)
 
-    def listen(self, rank: int, events: EpochEvents[None]) -> Generator[Any, Any, None]:
-        """A rank's events; its steps are counted and go no further."""
-        answer: Any = None
-        while True:
-            try:
-                event = events.send(answer)
-            except StopIteration:
-                return
-            answer = None
-            if isinstance(event, Step):
-                self.step(rank, event.info)
-                continue
-            if rank == 0 and isinstance(event, Gather):
-                self.message(event.message.nbytes)
-            answer = yield event
+    def listen(self, rank: int, event: Any) -> bool:
+        """Count what a rank sends, and its steps; those go no further."""
+        if isinstance(event, Step):
+            self.step(rank, event.info)
+            return True
+        if rank == 0 and isinstance(event, Gather):
+            self.message(event.message.nbytes)
+        return False
 
 
 def epoch(mix: str, *, world: int, mode: str, pacing: bool, buffer: int, samples_per_rank: int) -> Figures:
@@ -219,7 +213,7 @@ def epoch(mix: str, *, world: int, mode: str, pacing: bool, buffer: int, samples
         )
         for rank in range(world)
     ]
-    play(tally.listen(rank, epoch.run()) for rank, epoch in enumerate(ranks))
+    play(tapped(epoch.run(), partial(tally.listen, rank)) for rank, epoch in enumerate(ranks))
     steps = tally.steps
     emitted = sum(info.global_samples for info in steps)
     assert tally.seen.min() == 1, "a sample was missed"

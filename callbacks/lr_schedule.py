@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from odb_libra_lightning.callbacks.loader_access import batch_info, training_loader
 from odb_libra_lightning.callbacks.trainer_clock import epochs_done
+from odb_libra_lightning.callbacks.windowed import Windowed
 from odb_libra_lightning.odb.progress import Consumed, Decay, Limits, check_shape, epoch_share, lr_factor
 
 
@@ -61,13 +62,11 @@ class SampleLRSchedule(L.Callback):
         self.minimum = minimum
         self.total_samples = total_samples
         self.total_tokens = total_tokens
-        self._done = Consumed()
-        self._settled = Consumed()  # without an accumulation window that is not full: a resumed run begins it anew
+        self._done = Windowed(Consumed())
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if not trainer.global_step:
-            self._done = self._settled = Consumed()  # not what an earlier trainer did; a checkpoint is read after this
+        self._done.begin(trainer)
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -82,7 +81,7 @@ class SampleLRSchedule(L.Callback):
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", float(group["lr"]))  # where torch's own schedulers keep it
         # A checkpoint of an epoch's end may have been written before the epoch counted as done.
-        self._done = replace(self._done, epochs=max(self._done.epochs, float(epochs_done(trainer))))
+        self._done.now = replace(self._done.now, epochs=max(self._done.now.epochs, float(epochs_done(trainer))))
         self._set_rates(trainer)
 
     @override
@@ -93,21 +92,15 @@ class SampleLRSchedule(L.Callback):
         share = epoch_share(
             info.samples_done, info.samples_total, steps_done=info.batch_idx + 1, steps_limit=_steps_limit(trainer)
         )
-        self._done = replace(
-            self._done,
-            epochs=info.epoch + share,
-            samples=self._done.samples + info.global_samples,
-            tokens=self._done.tokens + info.global_tokens,
-        )
-        if info.ends_window:
-            self._settled = self._done
-        if trainer.global_step != self._done.updates:
+        done = self._done.now.plus(info.global_samples, info.global_tokens)
+        self._done.advance(replace(done, epochs=info.epoch + share), info)
+        if trainer.global_step != done.updates:
             self._set_rates(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Samples may have been dropped after the last step, and an epoch of unknown size has no share before its end.
-        self._done = self._settled = replace(self._done, epochs=float(epochs_done(trainer)))
+        self._done.set(replace(self._done.now, epochs=float(epochs_done(trainer))))
         self._set_rates(trainer)
 
     def _check_end(self, trainer: L.Trainer) -> None:
@@ -136,8 +129,8 @@ class SampleLRSchedule(L.Callback):
         )
 
     def _set_rates(self, trainer: L.Trainer) -> None:
-        self._done = replace(self._done, updates=trainer.global_step)
-        progress = self._limits(trainer).progress(self._done)
+        self._done.now = replace(self._done.now, updates=trainer.global_step)
+        progress = self._limits(trainer).progress(self._done.now)
         factor = lr_factor(progress, warmup=self.warmup, decay=self.decay, minimum=self.minimum)
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
@@ -149,12 +142,12 @@ class SampleLRSchedule(L.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        settled = self._settled
+        settled = self._done.settled
         return {"epochs": settled.epochs, "samples": settled.samples, "tokens": settled.tokens}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._done = self._settled = Consumed(**state_dict)
+        self._done.set(Consumed(**state_dict))
 
 
 def _steps_limit(trainer: L.Trainer) -> int | None:

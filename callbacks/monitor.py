@@ -10,7 +10,9 @@ from typing_extensions import override
 
 from odb_libra_lightning.callbacks.loader_access import batch_info
 from odb_libra_lightning.callbacks.totals import Totals
+from odb_libra_lightning.callbacks.windowed import Windowed
 from odb_libra_lightning.odb.batch_info import BatchInfo
+from odb_libra_lightning.odb.progress import Consumed
 
 
 class Monitor(L.Callback, ABC):
@@ -24,8 +26,7 @@ class Monitor(L.Callback, ABC):
     def __init__(self) -> None:
         self._interval = Totals()
         self._updates_logged = 0
-        self._consumed = {"samples": 0, "tokens": 0}
-        self._settled = dict(self._consumed)  # in full accumulation windows; a resume trains on the rest again
+        self._consumed = Windowed(Consumed())
 
     @abstractmethod
     def summarize(self, trainer: L.Trainer, totals: Totals, last: BatchInfo, updates: int) -> dict[str, float]:
@@ -42,8 +43,7 @@ class Monitor(L.Callback, ABC):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if not trainer.global_step:  # not what an earlier trainer did; a checkpoint is read after this
-            self._consumed, self._settled = {"samples": 0, "tokens": 0}, {"samples": 0, "tokens": 0}
+        self._consumed.begin(trainer)
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -55,10 +55,7 @@ class Monitor(L.Callback, ABC):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         info = batch_info(trainer, batch_idx)
-        self._consumed["samples"] += info.global_samples
-        self._consumed["tokens"] += info.global_tokens
-        if info.ends_window:
-            self._settled = dict(self._consumed)
+        self._consumed.advance(self._consumed.now.plus(info.global_samples, info.global_tokens), info)
         self._interval.add(info)
         every = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
         if trainer.global_step // every > self._updates_logged // every:
@@ -66,13 +63,14 @@ class Monitor(L.Callback, ABC):
             values = self.summarize(trainer, self._interval, info, updates)
             self._interval = Totals()
             self._updates_logged = trainer.global_step
-            values.update({f"progress/{unit}": float(number) for unit, number in self._consumed.items()})
+            consumed = self._consumed.now
+            values |= {"progress/samples": float(consumed.samples), "progress/tokens": float(consumed.tokens)}
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._settled)
+        return {"samples": self._consumed.settled.samples, "tokens": self._consumed.settled.tokens}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._consumed, self._settled = dict(state_dict), dict(state_dict)
+        self._consumed.set(Consumed(**state_dict))

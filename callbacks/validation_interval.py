@@ -9,6 +9,7 @@ import lightning as L
 from typing_extensions import override
 
 from odb_libra_lightning.callbacks.loader_access import batch_info
+from odb_libra_lightning.callbacks.windowed import Windowed
 
 _NOW = 1  # every batch is a multiple of 1,
 _NEVER = sys.maxsize  # and none of this; infinity would validate at the end of each epoch
@@ -40,13 +41,11 @@ class ValidateEverySamples(L.Callback):
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}")
         self.samples = samples
-        self._consumed = 0
-        self._settled = 0  # without an accumulation window that is not full: a resumed run begins it anew
+        self._consumed = Windowed(0)
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if not trainer.global_step:
-            self._consumed = self._settled = 0  # not what an earlier trainer did; a checkpoint is read after this
+        self._consumed.begin(trainer)
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -74,19 +73,17 @@ class ValidateEverySamples(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        before = self._consumed
+        before = self._consumed.now
         info = batch_info(trainer, batch_idx)
-        self._consumed += info.global_samples
-        if info.ends_window:
-            self._settled = self._consumed
+        self._consumed.advance(before + info.global_samples, info)
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            due = self._consumed // self.samples > before // self.samples
+            due = self._consumed.now // self.samples > before // self.samples
             trainer.val_check_batch = _NOW if due else _NEVER
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._settled}
+        return {"samples": self._consumed.settled}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._consumed = self._settled = state_dict["samples"]
+        self._consumed.set(state_dict["samples"])

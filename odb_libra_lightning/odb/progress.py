@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from odb_libra_lightning.odb.alignment import align_groups, group_target
@@ -89,6 +89,10 @@ class Consumed:
     updates: int = 0
     samples: int = 0
     tokens: int = 0
+
+    def plus(self, samples: int, tokens: int) -> Consumed:
+        """The same after more samples, of so many tokens in all."""
+        return replace(self, samples=self.samples + samples, tokens=self.tokens + tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -293,6 +293,19 @@ def play(ranks: Iterable[Events], *, has_room: Callable[[int], bool] = lambda ra
         answer = _own(events[first.root].payload) if isinstance(first, Broadcast) else _stacked(events)
 
 
+def tapped(events: Events, tap: Callable[[Any], bool]) -> Events:
+    """The same events, each shown to `tap` on its way; those that it answers with True go no further."""
+    answer: Any = None
+    while True:
+        try:
+            event = events.send(answer)
+        except StopIteration:
+            return
+        answer = None
+        if not tap(event):
+            answer = yield event
+
+
 def _next_exchange(
     events: Events, answer: Any, yielded: list[Any], has_room: Callable[[], bool]
 ) -> Gather | Broadcast | None:

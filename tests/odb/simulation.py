@@ -17,7 +17,7 @@ from odb_libra_lightning.odb.protocol import GroupingRound
 from odb_libra_lightning.odb.reader import Draw, Failure, Sample, SampleReader
 from odb_libra_lightning.odb.sharding import epoch_order, samples_drawn
 from odb_libra_lightning.odb.steps import Step
-from odb_libra_lightning.odb.transport import Events, play
+from odb_libra_lightning.odb.transport import play, tapped
 from odb_libra_lightning.odb.wire import to_bytes
 
 
@@ -127,18 +127,6 @@ class UnevenLedger(EpochLedger):
         return np.array([len(share) for share in self._shares])
 
 
-def tapped(events: Events, tap: Callable[[Any], None]) -> Events:
-    """The same events, each of them shown to `tap` on its way."""
-    answer: Any = None
-    while True:
-        try:
-            event = events.send(answer)
-        except StopIteration:
-            return
-        tap(event)
-        answer = yield event
-
-
 def simulate(
     dataset: Sequence[Any],
     *,
@@ -153,7 +141,7 @@ def simulate(
     watch: Callable[[int, RankEpoch, GroupingRound], None] = lambda rank, epoch, result: None,
     observed: Callable[[int], bool] = lambda rank: True,
     source: Callable[[Sequence[Any], int, LoaderConfig], Source] = ListSource,
-    tap: Callable[[int, Any], None] = lambda rank, event: None,
+    tap: Callable[[int, Any], bool] = lambda rank, event: False,
     **settings: Any,
 ) -> list[list[Step]]:
     """Steps of every rank over a list of samples.

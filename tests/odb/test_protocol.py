@@ -135,9 +135,10 @@ class Record:
         self.answers[rank].append(has_room)
         return has_room
 
-    def _tap(self, rank: int, event: Any) -> None:
+    def _tap(self, rank: int, event: Any) -> bool:
         self.gathers[rank] += isinstance(event, Gather)
         self.broadcasts += rank == 0 and isinstance(event, Broadcast)
+        return False
 
     def left_after(self, deal: int) -> int:
         """Samples that no rank has emitted or dropped by the end of a deal."""
