@@ -7,14 +7,12 @@ run, checked against the signatures of what they are meant for; `recipe_yaml` is
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import logging
-import pkgutil
 import re
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +30,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from yaml import MarkedYAMLError  # type: ignore[import-untyped]
+
+from odb_libra_lightning.cli.nearest import did_you_mean, nearest_of, nearest_target
 
 _HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 _RUN_DIR = "__RUN_DIR__"
@@ -80,10 +80,10 @@ def compose_recipe(path: str | Path, overrides: Sequence[str] = ()) -> DictConfi
     path = Path(path)
     if path.suffix != ".yaml" or not path.is_file():
         fault = "is not a .yaml file" if path.is_file() else "does not exist"
-        nearest = _nearest(path.name, [file.name for file in path.parent.glob("*.yaml")])
+        nearest = nearest_of(path.name, [file.name for file in path.parent.glob("*.yaml")])
         candidates = [Path("recipes", path.name).with_suffix(".yaml"), path.with_name(nearest or path.name)]
         instead = next((str(candidate) for candidate in candidates if candidate.is_file() and candidate != path), None)
-        raise RecipeError(f"recipe {path} {fault}{_did_you_mean(instead)}")
+        raise RecipeError(f"recipe {path} {fault}{did_you_mean(instead)}")
     with initialize_config_dir(str(path.absolute().parent), version_base="1.3"), warnings.catch_warnings():
         # Hydra only warns about a folder missing from the search path, and then misses the files in it.
         warnings.filterwarnings("error", message="provider=", category=UserWarning)
@@ -187,11 +187,11 @@ def _missing_file(path: Path, overrides: Sequence[str], missing: str) -> str:
     group, _, option = missing.rpartition("/")
     options, choice = _group_options(path, overrides, group), f"{group}=" if group else ""
     if not options:
-        nearest = _nearest(group, _group_options(path, overrides, "", ObjectType.GROUP))
+        nearest = nearest_of(group, _group_options(path, overrides, "", ObjectType.GROUP))
         where = f"no folder {group} beside {path} or in hydra.searchpath"
-        return f"{choice}{option}: {where}{_did_you_mean(nearest)}"
-    nearest = _nearest(option, options)
-    instead = _did_you_mean(choice + nearest) if nearest else f"; choose from {', '.join(options)}"
+        return f"{choice}{option}: {where}{did_you_mean(nearest)}"
+    nearest = nearest_of(option, options)
+    instead = did_you_mean(choice + nearest) if nearest else f"; choose from {', '.join(options)}"
     return f"{choice}{option}: there is no {missing}.yaml{instead}"
 
 
@@ -200,18 +200,18 @@ def _override_fault(tree: Any, groups: Sequence[str], override: Override, fault:
     key, line = override.key_or_group, str(override.input_line)
     if _nearest_key(tree, key, arguments=False) == key:
         key = getattr(fault.__cause__, "full_key", None) or key  # in a={b: 1} the wrong key may be a.b
-    nearest = _nearest_key(tree, key) or _nearest(key, groups)
+    nearest = _nearest_key(tree, key) or nearest_of(key, groups)
     exists = _nearest_key(tree, key, arguments=False) == key
     if override.is_sweep_override():
         return f"override {line} gives {key} several values; write [...] for a list or quote the value"
     if override.is_add() and exists:
         return f"{key} is in the recipe already; did you mean {line[1:]}?"
     if override.is_delete() and not exists:
-        return f"~{key}: the recipe has no {key}{_did_you_mean(nearest and f'~{nearest}')}"
+        return f"~{key}: the recipe has no {key}{did_you_mean(nearest and f'~{nearest}')}"
     if not exists and nearest in (None, key):
         return f"{key} is not in the recipe; write +{line} to add it"
     if not exists:
-        return f"{key} is not in the recipe{_did_you_mean(nearest)}"
+        return f"{key} is not in the recipe{did_you_mean(nearest)}"
     return f"override {line}: {one_line(fault.__cause__ or fault)}"
 
 
@@ -238,7 +238,7 @@ def _resolve(recipe: DictConfig) -> None:
             nearest = _nearest_key(tree, missing[1], arguments=False)
             raise RecipeError(
                 f"{key} refers to ${{{missing[1]}}}, which is not in the recipe"
-                f"{_did_you_mean(nearest and f'${{{nearest}}}')}"
+                f"{did_you_mean(nearest and f'${{{nearest}}}')}"
             ) from error
     OmegaConf.resolve(recipe)
 
@@ -280,8 +280,8 @@ def _check_arguments(node: Mapping[str, Any], target: Callable[..., Any], key: s
     given = {*node, *positional[: len(node.get("_args_", ()))]}
     for name in node:
         if name not in named and name not in _HYDRA_KEYS and not takes_any:
-            nearest = _nearest(str(name), [*named, *_HYDRA_KEYS])
-            raise RecipeError(f"{_join(key, name)} is not {what}{_did_you_mean(nearest and _join(key, nearest))}")
+            nearest = nearest_of(str(name), [*named, *_HYDRA_KEYS])
+            raise RecipeError(f"{_join(key, name)} is not {what}{did_you_mean(nearest and _join(key, nearest))}")
     for parameter in parameters:
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         required = parameter.default is parameter.empty and not variadic and not node.get("_partial_", False)
@@ -303,7 +303,7 @@ def _check_is_target(node: Any, key: str) -> None:
     if node is not None and not isinstance(node, dict):
         raise RecipeError(f"{key} is {node!r}, but a mapping with _target_ is expected")
     if node is not None and "_target_" not in node:
-        typo = _nearest("_target_", map(str, node))
+        typo = nearest_of("_target_", map(str, node))
         instead = f" in place of {key}.{typo}" if typo else ""
         raise RecipeError(f"{key}._target_ must be given{instead}: the class or function to call")
 
@@ -342,25 +342,11 @@ def _locate(path: Any, key: str) -> Callable[..., Any]:
     except Exception as error:
         raise RecipeError(
             f"{key}._target_ {path} cannot be imported: {one_line(error.__cause__ or error)}"
-            f"{_did_you_mean(_nearest_target(str(path)))}"
+            f"{did_you_mean(nearest_target(str(path)))}"
         ) from error
     if not callable(target):
         raise RecipeError(f"{key}._target_ {path} is neither a class nor a function")
     return typing.cast("Callable[..., Any]", target)
-
-
-def _nearest_target(path: str) -> str | None:
-    """Correct the first part of a dotted path that its owner does not have."""
-    parts = path.split(".")
-    for depth in range(len(parts) - 1, 0, -1):
-        try:
-            owner = get_object(".".join(parts[:depth]))
-        except Exception:
-            continue
-        modules = (module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", [])))
-        nearest = _nearest(parts[depth], {*dir(owner), *getattr(owner, "__all__", ()), *modules})
-        return ".".join([*parts[:depth], nearest, *parts[depth + 1 :]]) if nearest not in (None, parts[depth]) else None
-    return None
 
 
 def _nearest_key(tree: Any, key: str, *, arguments: bool = True) -> str | None:
@@ -380,21 +366,12 @@ def _nearest_key(tree: Any, key: str, *, arguments: bool = True) -> str | None:
         if arguments and "_target_" in node:
             with suppress(RecipeError, TypeError, ValueError):
                 known |= set(inspect.signature(_locate(node["_target_"], "")).parameters)
-        nearest = _nearest(part, known)
+        nearest = nearest_of(part, known)
         if nearest is None:
             return None
         found.append(nearest)
         node, known = node.get(nearest), set()
     return ".".join(found)
-
-
-def _nearest(name: str, options: Iterable[str]) -> str | None:
-    options = set(options)
-    return name if name in options else next(iter(difflib.get_close_matches(name, sorted(options), n=1)), None)
-
-
-def _did_you_mean(nearest: object) -> str:
-    return f"; did you mean {nearest}?" if nearest else ""
 
 
 def _join(prefix: str, name: str | int) -> str:

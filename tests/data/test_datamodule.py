@@ -13,20 +13,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    RandomSampler,
-    SequentialSampler,
     Subset,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from odb_libra_lightning import ODBDataModule, ODBLoader
 from odb_libra_lightning.callbacks import TokenLossScaling, ZeroWeightSteps, monitoring
-from odb_libra_lightning.data.evaluation import evaluation_batches
 from tests.launch import run_ranks, start_ranks
 from tests.modules import BigramModel, quiet_trainer
 from tests.samples import Documents, pad
@@ -101,65 +94,6 @@ def test_persistent_workers_bring_a_new_order_of_the_same_set(tmp_path: Path) ->
     first = [batch for rank in ranks for batch in rank[: len(rank) // 2]]
     second = [batch for rank in ranks for batch in rank[len(rank) // 2 :]]
     assert first != second
-
-
-# ---- validation
-
-
-def fit_with_validation(samples: int, batch_size: int) -> Any:
-    module = BigramModel()
-    data = ODBDataModule(
-        Documents(30), pad, l_max=600, num_workers=0, val_dataset=Documents(samples), eval_batch_size=batch_size
-    )
-    trainer = quiet_trainer(devices=2, strategy="ddp", max_epochs=2)
-    trainer.fit(module, datamodule=data)
-    trainer.validate(module, datamodule=data)
-    return {"evaluated": module.evaluated, "validations": module.validations}
-
-
-def test_validation_follows_each_epoch_and_counts_each_of_499_samples_once(tmp_path: Path) -> None:
-    ranks = run_ranks(fit_with_validation, 2, tmp_path, samples=499, batch_size=8)
-    assert [rank["validations"] for rank in ranks] == [3, 3]
-    assert Counter(i for rank in ranks for i in rank["evaluated"]) == Counter(dict.fromkeys(range(499), 3))
-
-
-@pytest.mark.parametrize("samples", [1, 2, 3, 7, 16, 17, 499])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_evaluation_batches_hold_everything_once_in_equal_number(
-    samples: int, world_size: int, batch_size: int
-) -> None:
-    if samples < world_size:
-        with pytest.raises(ValueError, match=f"{samples} samples cannot be shared out over {world_size} ranks"):
-            evaluation_batches(samples, rank=0, world_size=world_size, batch_size=batch_size)
-        return
-    ranks = [
-        evaluation_batches(samples, rank=rank, world_size=world_size, batch_size=batch_size)
-        for rank in range(world_size)
-    ]
-    assert Counter(i for rank in ranks for batch in rank for i in batch) == Counter(range(samples))
-    assert len({len(rank) for rank in ranks}) == 1
-    sizes = [len(batch) for rank in ranks for batch in rank]
-    assert min(sizes) >= 1
-    assert max(sizes) <= batch_size + (samples % world_size > 0)
-
-
-def test_test_and_predict_loaders_pass_through() -> None:
-    data = ODBDataModule(Documents(5), pad, num_workers=0, test_dataset=Documents(11), predict_dataset=Documents(12))
-
-    class Predictor(BigramModel):
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.evaluated.extend(int(row[0]) for row in batch["input_ids"])
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return batch["input_ids"][:, 0]
-
-    module = Predictor()
-    trainer = quiet_trainer(devices=1)
-    trainer.test(module, datamodule=data, verbose=False)
-    assert module.evaluated == list(range(11))
-    predictions = trainer.predict(module, datamodule=data)
-    assert torch.cat(predictions).tolist() == list(range(12))  # type: ignore[arg-type]
 
 
 # ---- modules and batches from elsewhere
@@ -289,140 +223,6 @@ def test_batches_of_every_shape_train_to_the_same_weights(tmp_path: Path) -> Non
     for name in SHAPES:
         assert ranks[0][name] == ranks[0]["dict"], name
         assert ranks[1][name] == ranks[0]["dict"], name
-
-
-# ---- wrap
-
-
-class Existing(L.LightningDataModule):
-    """Someone else's datamodule, with a hook of its own and an attribute that its module reads."""
-
-    num_classes = 7
-
-    def __init__(self, **loader: Any) -> None:
-        super().__init__()
-        self.loader_settings = {"batch_size": 4, "shuffle": True, "num_workers": 1, **loader}
-        self.calls: list[str] = []
-
-    def prepare_data(self) -> None:
-        self.calls.append("prepare_data")
-
-    def setup(self, stage: str) -> None:
-        self.calls.append(f"setup {TrainerFn(stage).value}")
-        self.train = Documents(61)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(self.train, collate_fn=pad, **self.loader_settings)
-
-    def val_dataloader(self) -> Any:
-        return [DataLoader(Documents(9), collate_fn=pad, batch_size=2), DataLoader(Documents(5), collate_fn=pad)]
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.calls.append("transfer")
-        return batch
-
-    def teardown(self, stage: str) -> None:
-        self.calls.append(f"teardown {TrainerFn(stage).value}")
-
-
-class TwoValidationLoaders(BigramModel):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(batch, batch_idx)
-
-
-def fit_wrapped() -> Any:
-    existing = Existing()
-    module = TwoValidationLoaders()
-    trainer = quiet_trainer(devices=2, strategy="ddp", max_epochs=1)
-    data = ODBDataModule.wrap(existing, l_max=600)
-    trainer.fit(module, datamodule=data)
-    assert existing.trainer is trainer
-    return {
-        "seen": module.seen,
-        "evaluated": module.evaluated,
-        "calls": existing.calls,
-        "classes": trainer.datamodule.num_classes,
-    }
-
-
-def test_an_existing_datamodule_trains_online_unedited(tmp_path: Path) -> None:
-    ranks = run_ranks(fit_wrapped, 2, tmp_path)
-    counts = Counter(i for rank in ranks for batch in rank["seen"] for i in batch)
-    assert set(counts) == set(range(61))
-    assert counts.total() == 62
-    assert Counter(i for rank in ranks for i in rank["evaluated"]) == Counter(range(9)) + Counter(range(5))
-    for rank, result in enumerate(ranks):
-        calls = result["calls"]
-        assert calls[:2] == (["prepare_data", "setup fit"] if rank == 0 else ["setup fit", "transfer"])
-        assert calls.count("transfer") >= len(result["seen"])
-        assert calls[-1] == "teardown fit"
-        assert result["classes"] == 7
-
-
-def test_wrap_reads_the_order_off_the_loader_and_refuses_one_it_would_replace() -> None:
-    def loader_of(existing: Existing, **settings: Any) -> ODBLoader:
-        existing.train = Documents(61)
-        return ODBDataModule.wrap(existing, l_max=600, **settings).train_dataloader()
-
-    assert loader_of(Existing()).config.shuffle
-    ordered = loader_of(Existing(shuffle=False), num_workers=0)
-    assert not ordered.config.shuffle
-    assert ordered.config.num_workers == 0
-    weighted = WeightedRandomSampler([1.0] * 61, 61)
-    with pytest.raises(ValueError, match=r"through a WeightedRandomSampler.*pass shuffle=True or shuffle=False"):
-        loader_of(Existing(shuffle=None, sampler=weighted))
-    assert loader_of(Existing(shuffle=None, sampler=weighted), shuffle=True).config.shuffle
-    with pytest.raises(ValueError, match="RandomSampler"):
-        loader_of(Existing(shuffle=None, sampler=RandomSampler(Documents(61), num_samples=10)))
-
-
-class Buckets:
-    """A batch sampler of the user's own, which hides how samples are drawn."""
-
-    def __iter__(self) -> Any:
-        return iter([[0, 1], [2, 3]])
-
-    def __len__(self) -> int:
-        return 2
-
-
-def test_wrap_refuses_a_batch_sampler_that_it_would_replace_and_a_loader_that_does_not_batch() -> None:
-    class Bucketed(Existing):
-        def train_dataloader(self) -> Any:
-            return DataLoader(Documents(4), batch_sampler=Buckets(), collate_fn=pad)  # type: ignore[arg-type]
-
-    class Unbatched(Existing):
-        def train_dataloader(self) -> Any:
-            return DataLoader(Documents(4), batch_size=None)
-
-    with pytest.raises(ValueError, match="through a Buckets"):
-        ODBDataModule.wrap(Bucketed(), l_max=10).train_dataloader()
-    assert not ODBDataModule.wrap(Bucketed(), l_max=10, shuffle=False).train_dataloader().config.shuffle
-    with pytest.raises(ValueError, match="does not batch"):
-        ODBDataModule.wrap(Unbatched(), l_max=10).train_dataloader()
-    assert ODBDataModule.wrap(Unbatched(), l_max=10, collate_fn=pad).train_dataloader().collate_fn is pad
-
-
-def test_wrap_keeps_the_hyperparameters_that_the_trainer_logs() -> None:
-    class Saved(Existing):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    wrapped = ODBDataModule.wrap(Saved(width=3), l_max=10)
-    assert wrapped.hparams_initial == {"width": 3}
-    assert wrapped._log_hyperparams
-
-
-def test_wrap_needs_one_dataloader() -> None:
-    class Several(Existing):
-        def train_dataloader(self) -> Any:
-            return [DataLoader(Documents(3))]
-
-    with pytest.raises(ValueError, match=r"Several\.train_dataloader\(\) returns a list, and wrap"):
-        ODBDataModule.wrap(Several(), l_max=10).train_dataloader()
-    with pytest.raises(TypeError, match="did you mean 'buffer_size'"):
-        ODBDataModule.wrap(Existing(), l_max=10, buffersize=3)
 
 
 # ---- what is attached, and errors
@@ -571,22 +371,3 @@ def test_a_subset_and_one_sample_train() -> None:
 def test_nothing_to_train_on_is_refused() -> None:
     with pytest.raises(ValueError, match="training dataset is empty"):
         quiet_trainer(devices=1).fit(BigramModel(), datamodule=ODBDataModule(Documents(0), pad))
-
-
-class GivesBatchSampler(L.LightningDataModule):
-    def __init__(self, sampler: Any) -> None:
-        super().__init__()
-        self.sampler = sampler
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Documents(60), batch_sampler=BatchSampler(self.sampler, 4, False), collate_fn=pad)
-
-
-def test_the_sampler_within_a_batch_sampler_is_the_one_that_counts() -> None:
-    data = ODBDataModule.wrap(GivesBatchSampler(RandomSampler(Documents(60))), l_max=400)
-    assert data.train_dataloader().config.shuffle
-    data = ODBDataModule.wrap(GivesBatchSampler(SequentialSampler(Documents(60))), l_max=400)
-    assert not data.train_dataloader().config.shuffle
-    for sampler in (SubsetRandomSampler(range(10)), WeightedRandomSampler([1.0] * 60, 10)):
-        with pytest.raises(ValueError, match=f"draws its samples through a {type(sampler).__name__}"):
-            ODBDataModule.wrap(GivesBatchSampler(sampler), l_max=400).train_dataloader()
