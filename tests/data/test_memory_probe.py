@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,27 +89,42 @@ def test_the_peak_of_resident_memory_is_counted_anew() -> None:
         assert (resident_peak() - before) / MIB == pytest.approx(size, abs=2)
 
 
+def measured_again(test: Callable[[], None]) -> Callable[[], None]:
+    """Resident memory is the kernel's to take back, and on a machine short of it a peak comes out too low: then measure
+    again, twice at the most. The bounds stay what they are on a quiet machine."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        for _ in range(2):
+            with contextlib.suppress(AssertionError):
+                return test()
+        return test()
+
+    return run
+
+
+@measured_again
 def test_known_allocations_are_recovered() -> None:
     sizes = [(n, length) for length in (512, 1024, 2048) for n in (1, 3)]
     model = fit_memory(measure_memory(Allocates(), sizes, make_batch=lambda n, length: (n, length), accelerator="cpu"))
-    # Resident memory is the kernel's to give: on a machine short of it the figures come out lower.
-    assert model.per_token == pytest.approx(4096, rel=0.5)
-    assert model.per_token_squared == pytest.approx(8, rel=0.3)
-    assert model.residual < 0.2
+    assert model.per_token == pytest.approx(4096, rel=0.1)
+    assert model.per_token_squared == pytest.approx(8, rel=0.05)
+    assert model.residual < 0.02
 
 
+@measured_again
 def test_a_transformer_that_keeps_its_scores_has_a_quadratic_term_that_predicts_other_batches() -> None:
-    """Error of the part that a batch adds, on batches that the fit has not seen; a few percent on a quiet machine."""
+    """Error of the part that a batch adds, on batches that the fit has not seen: below 10 %."""
     naive = Attention(naive=True)
     points = [*probe_points(1024), (4, 700), (1, 900), (3, 1024)]
     measured = measure_memory(naive, points, accelerator="cpu")
     assert naive.steps == [(1, 256), (1, 256), *points]
     model = fit_memory(measured[:6])
     # Two layers of four heads in float32 keep the weights, and one more copy is alive at the peak: 2 * 4 * 4 * 2.
-    assert 64 / 4 < model.per_token_squared < 64 * 4
+    assert model.per_token_squared == pytest.approx(64, rel=0.1)
     for point in measured[6:]:
         added = point.peak_bytes - model.base
-        assert model.predict(point.samples, point.length) - model.base == pytest.approx(added, rel=0.5)
+        assert model.predict(point.samples, point.length) - model.base == pytest.approx(added, rel=0.1)
 
 
 def test_a_transformer_that_does_not_keep_them_has_next_to_none() -> None:
@@ -143,6 +161,7 @@ def test_bad_points_are_refused() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(420)
+@measured_again
 def test_the_benchmark_fills_its_budget_and_not_much_more() -> None:
     """Its dry run on the CPU: a Hugging Face model, and batches ten times as large as those of the fit."""
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_memory.py"
@@ -150,10 +169,10 @@ def test_the_benchmark_fills_its_budget_and_not_much_more() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stderr
     eager, sdpa = (json.loads(ended.stdout)["attention"][name] for name in ("eager", "sdpa"))
-    assert eager["model"]["per_token_squared"] > 1.5 * sdpa["model"]["per_token_squared"]
+    assert eager["model"]["per_token_squared"] > 4 * sdpa["model"]["per_token_squared"]
     for found in (eager, sdpa):
         assert len(found["unseen"]) == 4
-        assert all(0.7 < point["of_available"] < 1.2 for point in found["full"])
+        assert all(0.85 < point["of_available"] < 1.05 for point in found["full"])
 
 
 def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
