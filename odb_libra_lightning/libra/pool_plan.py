@@ -1,0 +1,233 @@
+"""The plan of one pool: which worker computes what, and what travels. Every worker computes the same one.
+
+A plan depends on document lengths and settings alone. All layers of a model share it, a checkpoint holds nothing of
+it, and it is made on a CPU ahead of the step it is for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odb_libra_lightning.libra.exchange_plan import Transfers, key_transfers, query_transfers
+from odb_libra_lightning.libra.layout import Fetch, Placement, PoolLayout
+from odb_libra_lightning.libra.tile_placement import place_tiles
+from odb_libra_lightning.libra.tiles import PoolTiles, cut_tiles
+
+Phase = Literal["dispatch", "return", "backward_dispatch", "backward_return"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PoolPlan:
+    """Where the attention of one pool is computed, for one micro-batch. Worker `s * CP + c` is rank `c` of replica `s`.
+
+    Attributes:
+        layout: the settings it was made with.
+        tiles: blocks and their segments, in rows of the pool.
+        tile_worker: worker of tile `b * H + h`, head shard `h` of block `b`: int32 `[blocks * H]`.
+        queries: ranges along which Q goes and the output comes back.
+        keys: ranges along which K and V go.
+    """
+
+    layout: PoolLayout
+    tiles: PoolTiles
+    tile_worker: NDArray[np.int32]
+    queries: Transfers
+    keys: Transfers
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the pool, `W`."""
+        return self.tiles.num_workers
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the pool, `P`, one packed sequence each."""
+        return len(self.tiles.sequence_start) - 1
+
+    @cached_property
+    def tile_flops(self) -> NDArray[np.int64]:
+        """Work of every tile, exact: query-key pairs times heads, each `4 * head_dim` FLOPs forward, int64 `[tiles]`."""
+        return np.repeat(self.tiles.block_pairs * self.layout.shard_heads, self.layout.head_shards)
+
+    @cached_property
+    def worker_load(self) -> NDArray[np.int64]:
+        """Work of every worker in the unit of `tile_flops`: int64 `[W]`."""
+        # Below 2^53, and so exact in the float64 that bincount adds in.
+        return np.bincount(self.tile_worker, self.tile_flops, self.num_workers).astype(np.int64)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load over mean load, minus 1."""
+        return float(self.worker_load.max() / self.worker_load.mean() - 1)
+
+    @cached_property
+    def sent_bytes(self) -> NDArray[np.int64]:
+        """Bytes that each worker sends in forward: Q, K and V from home, and the output to it. int64 `[W]`."""
+        dispatched, returned = self._forward_volume
+        return (dispatched.sum(axis=1) + returned.sum(axis=0)) * self.layout.row_bytes
+
+    @cached_property
+    def received_bytes(self) -> NDArray[np.int64]:
+        """Bytes that each worker receives in forward: int64 `[W]`."""
+        dispatched, returned = self._forward_volume
+        return (dispatched.sum(axis=0) + returned.sum(axis=1)) * self.layout.row_bytes
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of a forward pass over all workers.
+
+        Backward moves as many again, in the other direction: the output's gradient and Q's, those of K and V.
+        """
+        return int(self.sent_bytes.sum())
+
+    @property
+    def busiest_bytes(self) -> int:
+        """The larger of what a worker sends and what it receives in forward, at the worker where that is most."""
+        return int(max(self.sent_bytes.max(), self.received_bytes.max()))
+
+    def split_sizes(self, worker: int, phase: Phase, chunk: int) -> tuple[list[int], list[int]]:
+        """Input and output splits of `all_to_all_single` for one worker, in elements: two lists `[W]`.
+
+        Args:
+            worker: number of the worker in its pool.
+            phase: `dispatch` (Q, K, V to where they are computed on), `return` (the output home),
+                `backward_dispatch` (the output's gradient) or `backward_return` (gradients of Q, K and V home).
+            chunk: which of the `M` slices of the heads. A KV head goes with the first chunk that reads it, and its
+                gradient comes back with the last.
+
+        Raises:
+            ValueError: a worker, phase or chunk that the plan does not have.
+        """
+        for name, value, limit in (("worker", worker, self.num_workers), ("chunk", chunk, self.layout.chunks)):
+            if not 0 <= value < limit:
+                raise ValueError(f"{name}={value}: this plan has {limit}, numbered from 0")
+        if phase not in get_args(Phase):
+            raise ValueError(f"phase={phase!r}: choose one of {', '.join(get_args(Phase))}")
+        homewards = phase in ("return", "backward_return")
+        elements = self._elements(phase, chunk)
+        send, receive = (elements.T, elements) if homewards else (elements, elements.T)
+        return send[worker].tolist(), receive[worker].tolist()
+
+    @cached_property
+    def _forward_volume(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows times heads from home to worker, both `[W, W]`: of Q, K and V; and of Q alone, as the output returns."""
+        queries = self.queries.volume(self.num_workers)
+        return queries + 2 * self.keys.volume(self.num_workers), queries
+
+    def _elements(self, phase: Phase, chunk: int) -> NDArray[np.int64]:
+        """Elements that a phase carries between home and worker, whichever way: `[home, worker]`."""
+        layout = self.layout
+        queries = self.queries.volume(self.num_workers) // layout.chunks
+        if phase in ("return", "backward_dispatch"):
+            return queries * layout.head_dim
+        at = 0 if phase == "dispatch" else -1
+        travels = np.array([chunks[at] == chunk for chunks in layout.kv_head_chunks])
+        before = np.concatenate([[0], np.cumsum(travels)])
+        heads = before[self.keys.head_stop] - before[self.keys.head_start]
+        return (queries + 2 * self.keys.volume(self.num_workers, heads)) * layout.head_dim
+
+    @cached_property
+    def hash(self) -> str:
+        """32 hexadecimal digits that differ where anything of the plan does; the same on every worker."""
+        digest = hashlib.blake2b(repr(self.layout).encode(), digest_size=16)
+        parts = [self.tile_worker]
+        for part in (self.tiles, self.queries, self.keys):
+            parts += [getattr(part, field.name) for field in fields(part)]
+        for array in parts:
+            digest.update(f"{array.dtype.str}{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+
+def plan_pool(
+    document_lengths_per_sequence: Sequence[Sequence[int]],
+    *,
+    context_parallel: int,
+    block_size: int,
+    head_shards: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    bytes_per_element: int,
+    chunks: int = 4,
+    tau: float = 0.03,
+    placement: Placement = "home_first",
+    fetch: Fetch = "prefix",
+    share_kv_heads: bool = True,
+    skip_home_rows: bool = True,
+    split_oversize: bool = True,
+    window: int | None = None,
+    sequence_length: int | None = None,
+) -> PoolPlan:
+    """Plan the attention of one pool for one micro-batch.
+
+    Example:
+        >>> plan = plan_pool([[700, 324], [64] * 16], context_parallel=2, block_size=128, head_shards=2, num_heads=8,
+        ...                  num_kv_heads=2, head_dim=64, bytes_per_element=2)
+        >>> plan.num_workers, round(plan.imbalance, 3) <= 0.1
+        (4, True)
+
+    Args:
+        document_lengths_per_sequence: of each packed sequence of the pool, in order of its replicas, the lengths of
+            its documents in order of their rows, tokens.
+        context_parallel: see `PoolLayout`, as for all that follow.
+        block_size: rows of a block at the most.
+        head_shards: shards of the query heads.
+        num_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: elements of a head.
+        bytes_per_element: 2 for bf16.
+        chunks: slices of a tile's heads that are transferred in turn.
+        tau: share of the mean load by which a worker may exceed it.
+        placement: `home_first` or `paper`.
+        fetch: `prefix` or `document`.
+        share_kv_heads: whether head shards that read one KV head share its transfer.
+        skip_home_rows: whether the placement charges nothing for keys that are at home.
+        split_oversize: whether blocks that are too heavy for a worker are halved.
+        window: keys that a query sees at the most, its own included.
+        sequence_length: rows of every packed sequence, padding included; None: the sum of its documents.
+
+    Raises:
+        ValueError: settings that do not fit each other or the documents; the sentence says what would.
+
+    Complexity: O(tiles log tiles + documents + moved tiles * (W + keys of a tile)).
+    """
+    layout = PoolLayout(
+        context_parallel=context_parallel,
+        block_size=block_size,
+        head_shards=head_shards,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        bytes_per_element=bytes_per_element,
+        chunks=chunks,
+        tau=tau,
+        placement=placement,
+        fetch=fetch,
+        share_kv_heads=share_kv_heads,
+        skip_home_rows=skip_home_rows,
+        split_oversize=split_oversize,
+        window=window,
+        sequence_length=sequence_length,
+    )
+    return layout_plan(document_lengths_per_sequence, layout)
+
+
+def layout_plan(document_lengths_per_sequence: Sequence[Sequence[int]], layout: PoolLayout) -> PoolPlan:
+    """`plan_pool` for settings that are a `PoolLayout` already."""
+    tiles = cut_tiles(document_lengths_per_sequence, layout)
+    tile_worker = place_tiles(tiles, layout)
+    return PoolPlan(
+        layout=layout,
+        tiles=tiles,
+        tile_worker=tile_worker,
+        queries=query_transfers(tiles, tile_worker, layout),
+        keys=key_transfers(tiles, tile_worker, layout),
+    )

@@ -1,0 +1,201 @@
+"""From the documents of a pool to blocks and their exact attention work: pure, and linear in documents and blocks.
+
+A packed sequence is cut into *blocks* at multiples of the block size and where its rows change home, never because a
+document ends. A block times a head shard is a *tile*, the smallest task that is placed. Blocks are cut at document
+boundaries into *segments*, which are what a varlen kernel is called on: queries of one document, and the keys they
+see. Rows count over the whole pool, sequence after sequence. Source: Libra (arXiv:2607.23250), sections 5.1 to 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odb_libra_lightning.libra.layout import PoolLayout
+from odb_libra_lightning.libra.load import causal_pairs
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PoolTiles:
+    """The blocks of a pool and the segments in them. Rows are rows of the pool; all arrays are int64.
+
+    Attributes:
+        sequence_start: first row of each packed sequence, and the end of the last: `[P + 1]`.
+        home_start: first row of each worker's home, and the end of the last: `[W + 1]`.
+        block_start: first row of each block, `[blocks]`.
+        block_stop: row after the last, `[blocks]`.
+        block_home: worker that is home to the block, `[blocks]`.
+        block_pairs: query-key pairs of one head in the block, `[blocks]`.
+        query_stop: row after the last that belongs to a document, `[blocks]`.
+        key_start: first row of the keys that come with a tile of the block, `[blocks]`.
+        key_stop: row after the last of them, `[blocks]`; equal to `key_start` where the block is all padding.
+        segment_block: block of each segment, `[segments]`.
+        segment_start: first query row of each segment, `[segments]`.
+        segment_stop: row after its last, `[segments]`; its keys end here too.
+        segment_key_start: first key row that its queries see, `[segments]`.
+    """
+
+    sequence_start: Rows
+    home_start: Rows
+    block_start: Rows
+    block_stop: Rows
+    block_home: Rows
+    block_pairs: Rows
+    query_stop: Rows
+    key_start: Rows
+    key_stop: Rows
+    segment_block: Rows
+    segment_start: Rows
+    segment_stop: Rows
+    segment_key_start: Rows
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the pool, `W`."""
+        return len(self.home_start) - 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Documents:
+    """Where documents, sequences and homes begin and end, in rows of the pool."""
+
+    start: Rows
+    stop: Rows
+    sequence_start: Rows
+    home_start: Rows
+
+
+def cut_tiles(document_lengths_per_sequence: Sequence[Sequence[int]], layout: PoolLayout) -> PoolTiles:
+    """Cut a pool into blocks, and measure them.
+
+    Args:
+        document_lengths_per_sequence: of each packed sequence its document lengths in order, tokens, each at least 1.
+        layout: how to cut.
+
+    Raises:
+        ValueError: no sequence, an empty one, a length below 1, a sequence longer than `layout.sequence_length`, or a
+            block size larger than the rows any worker is home to.
+    """
+    documents = _lay_out(document_lengths_per_sequence, layout)
+    largest = int(np.diff(documents.home_start).max())
+    if layout.block_size > largest:
+        raise ValueError(
+            f"block_size={layout.block_size} is larger than the rows of a shard: no worker of this pool is home to "
+            f"more than {largest} (context_parallel={layout.context_parallel}); at most {largest} would fit"
+        )
+    cuts = [documents.home_start]
+    for start, stop in zip(documents.sequence_start[:-1], documents.sequence_start[1:], strict=True):
+        cuts.append(np.arange(start, stop, layout.block_size))
+    return _cut_blocks(np.unique(np.concatenate(cuts)), documents, layout)
+
+
+def _lay_out(lengths_per_sequence: Sequence[Sequence[int]], layout: PoolLayout) -> _Documents:
+    if not len(lengths_per_sequence):
+        raise ValueError("a pool has at least one packed sequence, got none")
+    counts = np.array([len(lengths) for lengths in lengths_per_sequence], dtype=np.int64)
+    if not counts.all():
+        raise ValueError(f"packed sequence {int(counts.argmin())} of the pool has no document; expected at least one")
+    lengths = np.concatenate([_whole_numbers(lengths, at) for at, lengths in enumerate(lengths_per_sequence)])
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    if lengths.min() < 1:
+        at = int(lengths.argmin())
+        raise ValueError(
+            f"packed sequence {int(sequence[at])} has a document of {int(lengths[at])} tokens; expected at least 1"
+        )
+    total = np.concatenate([[0], np.cumsum(lengths)])
+    first = np.concatenate([[0], np.cumsum(counts)])  # first document of each sequence
+    tokens = np.diff(total[first])
+    rows = tokens
+    if layout.sequence_length is not None:
+        rows = np.full_like(tokens, layout.sequence_length)
+        if (tokens > rows).any():
+            at = int(tokens.argmax())
+            raise ValueError(
+                f"the documents of packed sequence {at} have {int(tokens[at])} tokens, more than "
+                f"sequence_length={layout.sequence_length}; at most {layout.sequence_length} would fit"
+            )
+    sequence_start = np.concatenate([[0], np.cumsum(rows)])
+    shift = (sequence_start[:-1] - total[first[:-1]])[sequence]
+    share = np.arange(layout.context_parallel)
+    home_start = sequence_start[:-1, None] + share * rows[:, None] // layout.context_parallel
+    return _Documents(
+        start=total[:-1] + shift,
+        stop=total[1:] + shift,
+        sequence_start=sequence_start,
+        home_start=np.append(home_start.ravel(), sequence_start[-1]),
+    )
+
+
+def _whole_numbers(lengths: Sequence[int], sequence: int) -> Rows:
+    array = np.asarray(lengths)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"packed sequence {sequence}: expected a flat list of document lengths in whole tokens, got "
+            f"{array.dtype} of shape {list(array.shape)}"
+        )
+    return array.astype(np.int64)
+
+
+def _cut_blocks(cuts: Rows, documents: _Documents, layout: PoolLayout) -> PoolTiles:
+    tiles = _measure(cuts, documents, layout)
+    if not layout.split_oversize:
+        return tiles
+    ceiling = load_ceiling(tiles, layout)
+    while True:
+        rows = tiles.block_stop - tiles.block_start
+        oversize = (tiles.block_pairs * layout.shard_heads > ceiling) & (rows > 1)
+        if not oversize.any():
+            return tiles
+        halves = (tiles.block_start + tiles.block_stop)[oversize] // 2
+        cuts = np.sort(np.concatenate([cuts, halves]))
+        tiles = _measure(cuts, documents, layout)
+
+
+def load_ceiling(tiles: PoolTiles, layout: PoolLayout) -> float:
+    """Load that the placement lets a worker have, `C = (1 + tau) * total / W`, query-key pairs times heads."""
+    return (1 + layout.tau) * (int(tiles.block_pairs.sum()) * layout.num_heads) / tiles.num_workers
+
+
+def _measure(cuts: Rows, documents: _Documents, layout: PoolLayout) -> PoolTiles:
+    """Blocks and segments between the cuts, which include every beginning of a home and the end of the pool."""
+    block_start, block_stop = cuts[:-1], cuts[1:]
+    edges = np.unique(np.concatenate([cuts, documents.start, documents.stop]))
+    start, stop = edges[:-1], edges[1:]
+    document = np.searchsorted(documents.start, start, side="right") - 1
+    inside = (document >= 0) & (start < documents.stop[document])  # the others are padding
+    start, stop, document = start[inside], stop[inside], document[inside]
+    block = np.searchsorted(block_start, start, side="right") - 1
+    document_start = documents.start[document]
+    pairs = causal_pairs(start - document_start, stop - document_start, window=layout.window)
+    seen = document_start if layout.window is None else np.maximum(document_start, start - (layout.window - 1))
+
+    # Segments stand in order of their blocks: block b has those from first[b] up to first[b + 1].
+    first = np.searchsorted(block, np.arange(len(cuts)))
+    filled = first[:-1] < first[1:]
+    head, tail = first[:-1][filled], first[1:][filled] - 1
+    whole = layout.fetch == "document"
+    query_stop, key_start, key_stop = block_start.copy(), block_start.copy(), block_start.copy()
+    query_stop[filled] = stop[tail]
+    key_start[filled] = document_start[head] if whole else seen[head]
+    key_stop[filled] = documents.stop[document[tail]] if whole else stop[tail]
+    total = np.concatenate([[0], np.cumsum(pairs)])
+    return PoolTiles(
+        sequence_start=documents.sequence_start,
+        home_start=documents.home_start,
+        block_start=block_start,
+        block_stop=block_stop,
+        block_home=np.searchsorted(documents.home_start, block_start, side="right") - 1,
+        block_pairs=np.diff(total[first]),
+        query_stop=query_stop,
+        key_start=key_start,
+        key_stop=key_stop,
+        segment_block=block,
+        segment_start=start,
+        segment_stop=stop,
+        segment_key_start=seen,
+    )
