@@ -19,8 +19,9 @@ from odb_libra_lightning.libra.tiles import PoolTiles, Rows
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfers:
-    """Ranges of rows and heads that go from one worker to another, in order of source, destination, sequence, head
-    and row: int32 arrays of one length. Both ends lay them into their buffers in this order.
+    """Ranges of rows and heads that go from one worker to another: int32 arrays of one length.
+
+    They stand in order of source, destination, first head and row, and both ends lay them into buffers in this order.
 
     Attributes:
         source: worker at home.

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, get_args
 
 Placement = Literal["home_first", "paper"]
@@ -118,7 +119,7 @@ class PoolLayout:
         if not self.share_kv_heads:
             return tuple(read)
         cuts = sorted({cut for heads in read for cut in (heads.start, heads.stop)})
-        return tuple(range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
+        return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
     def shard_kv_groups(self, shard: int) -> range:
         """Positions in `kv_groups` of what a head shard reads."""

@@ -53,7 +53,7 @@ class PoolPlan:
 
     @cached_property
     def tile_flops(self) -> NDArray[np.int64]:
-        """Work of every tile, exact: query-key pairs times heads, each `4 * head_dim` FLOPs forward, int64 `[tiles]`."""
+        """Exact work of every tile, query-key pairs times heads (`4 * head_dim` FLOPs each): int64 `[tiles]`."""
         return np.repeat(self.tiles.block_pairs * self.layout.shard_heads, self.layout.head_shards)
 
     @cached_property
@@ -71,13 +71,15 @@ class PoolPlan:
     def sent_bytes(self) -> NDArray[np.int64]:
         """Bytes that each worker sends in forward: Q, K and V from home, and the output to it. int64 `[W]`."""
         dispatched, returned = self._forward_volume
-        return (dispatched.sum(axis=1) + returned.sum(axis=0)) * self.layout.row_bytes
+        rows: NDArray[np.int64] = dispatched.sum(axis=1) + returned.sum(axis=0)
+        return rows * self.layout.row_bytes
 
     @cached_property
     def received_bytes(self) -> NDArray[np.int64]:
         """Bytes that each worker receives in forward: int64 `[W]`."""
         dispatched, returned = self._forward_volume
-        return (dispatched.sum(axis=0) + returned.sum(axis=1)) * self.layout.row_bytes
+        rows: NDArray[np.int64] = dispatched.sum(axis=0) + returned.sum(axis=1)
+        return rows * self.layout.row_bytes
 
     @property
     def bytes_moved(self) -> int:
