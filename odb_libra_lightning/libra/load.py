@@ -22,8 +22,8 @@ _LONGEST = 2**32 - 1  # tokens: the pairs of a longer document overflow int64
 def attention_load(document_lengths: Sequence[int] | NDArray[np.integer], *, window: int | None = None) -> int:
     """Attention work of a packed sequence: `sum_j l_j**2`, equation 1.
 
-    With a sliding window of `w` keys, its own among them, a query at position `q` sees `min(q + 1, w)` keys, and the
-    work is `sum_j l_j**2 - max(l_j - w, 0)**2`: the part of the square that the band leaves.
+    It is twice the area under the number of keys that a query at position `q` sees, `q`; under `min(q, w)` with a
+    sliding window of `w` keys, so that the work is then `sum_j l_j**2 - max(l_j - w, 0)**2`.
 
     Example:
         >>> attention_load([40_000])

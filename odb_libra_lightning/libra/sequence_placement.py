@@ -1,4 +1,4 @@
-"""Which packed sequence goes to which pool: the paper's VRSP, its swap refinement, and what it is compared with.
+"""Which packed sequence goes to which pool: the paper's VRSP, and what it is compared with.
 
 All methods are pure functions of the loads, deal every sequence to exactly one pool of exactly `P`, and so never change
 what an optimizer step trains on. Ties go to the lower position, so every rank computes the same pools.
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.load import Loads, checked_loads
+from odb_libra_lightning.libra.pool_swaps import Pools, refine_pools, swap_extremes
 
-Pools = list[list[int]]
 Placement = Callable[[NDArray[Any], int, int], Pools]
 
 
@@ -39,7 +39,7 @@ def place_sequences(
             0. Whole numbers are added exactly.
         pool_size: packed sequences a pool, `P`; it divides `n`.
         method: a name in `PLACEMENTS`. `vrsp` is the paper's Algorithm 1.
-        refine: go on with `refine_pools`, after whichever method.
+        refine: go on with the swaps of `pool_swaps.refine_pools`, after whichever method.
         seed: seed of `random`; the other methods ignore it.
 
     Returns:
@@ -48,63 +48,13 @@ def place_sequences(
     Raises:
         ValueError: a method that does not exist, or loads and sizes as in `checked_loads`.
 
-    Complexity: `vrsp` O(n log n). The other methods are listed with `PLACEMENTS`, the swaps with `refine_pools`.
+    Complexity: `vrsp` O(n log n); `refine` O(P n) a swap.
     """
     if method not in PLACEMENTS:
         raise ValueError(f"no placement is called {method!r}: there are {sorted(PLACEMENTS)}")
     work = checked_loads(loads, pool_size=pool_size)
     pools = PLACEMENTS[method](work, pool_size, seed)
-    return _swap(work, pools) if refine else pools
-
-
-def refine_pools(loads: Loads, pools: Pools) -> Pools:
-    """Swap pairs of sequences between the heaviest pool and the others until no swap lowers the heaviest.
-
-    Of all swaps it takes the one that leaves the heavier of its two pools lightest, ties to the lower position. Each
-    replaces the heaviest pool by two that are both lighter than it was, so the loads in descending order fall
-    lexicographically and the loop ends. Not in the paper, which stops at Algorithm 1.
-
-    Args:
-        loads: load of each packed sequence.
-        pools: pools of one size that hold every position in `loads` once.
-
-    Returns:
-        New pools, of the same sizes, whose imbalance is not above that of the old ones.
-
-    Raises:
-        ValueError: loads as in `checked_loads`; pools of several sizes, or not every sequence once.
-
-    Complexity: O(P n) a swap, vectorised; some tens of swaps at n = 128, P = 8.
-    """
-    sizes = {len(pool) for pool in pools}
-    if len(sizes) != 1 or sorted(i for pool in pools for i in pool) != list(range(len(loads))):
-        raise ValueError(
-            f"pools of sizes {sorted(sizes)} over {len(loads)} loads: expected one size, and each load once"
-        )
-    return _swap(checked_loads(loads), pools)
-
-
-def _swap(work: NDArray[Any], pools: Pools, *, lightest_only: bool = False) -> Pools:
-    members = np.array(pools)  # [K, P]
-    loads = work[members]  # [K, P]
-    totals = loads.sum(axis=1)  # [K]
-    while True:
-        heaviest = int(totals.argmax())
-        first = int(totals.argmin()) if lightest_only else 0
-        others = slice(first, first + 1) if lightest_only else slice(None)
-        # [P of the heaviest, K, P]: what moves over when the one swaps with the other. Against its own pool the
-        # larger of the two sums is never below the sum it has, so that pool needs no mask.
-        moved = loads[heaviest][:, None, None] - loads[None, others]
-        larger = np.maximum(totals[heaviest] - moved, totals[None, others, None] + moved)
-        best = int(larger.argmin())
-        if larger.flat[best] >= totals[heaviest]:
-            return members.tolist()  # type: ignore[no-any-return]
-        i, k, j = (int(at) for at in np.unravel_index(best, larger.shape))
-        given, taken = (heaviest, i), (first + k, j)
-        totals[heaviest] -= moved[i, k, j]
-        totals[first + k] += moved[i, k, j]
-        for table in (members, loads):
-            table[given], table[taken] = table[taken], table[given]
+    return refine_pools(work, pools) if refine else pools
 
 
 def _vrsp(work: NDArray[Any], pool_size: int, seed: int) -> Pools:
@@ -139,8 +89,8 @@ def _zigzag(work: NDArray[Any], pool_size: int, seed: int) -> Pools:
 
 
 def _zigzag_swap(work: NDArray[Any], pool_size: int, seed: int) -> Pools:
-    """`zigzag`, then swaps between the heaviest and the lightest pool while they narrow the gap. O(P**2 + K) a swap."""
-    return _swap(work, _zigzag(work, pool_size, seed), lightest_only=True)
+    """`zigzag`, then `swap_extremes`."""
+    return swap_extremes(work, _zigzag(work, pool_size, seed))
 
 
 def _karmarkar_karp(work: NDArray[Any], pool_size: int, seed: int) -> Pools:
