@@ -1,0 +1,327 @@
+"""Replay of placement, plans and latencies over the optimizer steps of a corpus, for every configuration of a grid.
+
+It says before a run which pool size, head shards, block size and chunks suit a corpus and a cluster. Source: Libra
+(arXiv:2607.23250), section 7, whose simulator reports the two imbalances and the communication; the predicted latency,
+and a choice by it, go further.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odb_libra_lightning.libra.attention_costs import (
+    AttentionCost,
+    check_ulysses,
+    pool_cost,
+    ring_cost,
+    ulysses_cost,
+)
+from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
+from odb_libra_lightning.libra.layout import PoolLayout, check_degrees
+from odb_libra_lightning.libra.load import attention_load, pool_imbalance
+from odb_libra_lightning.libra.packing import pack_best_fit, pack_sequential
+from odb_libra_lightning.libra.pool_plan import layout_plan
+from odb_libra_lightning.libra.sequence_placement import place_sequences
+from odb_libra_lightning.libra.simulation_results import (
+    METHODS,
+    Choice,
+    Grid,
+    GridPoint,
+    Method,
+    MethodFigures,
+    SimulatedRun,
+    Simulation,
+)
+from odb_libra_lightning.libra.wlb import wlb_step
+
+Packing = Literal["sequential", "best_fit"]
+Progress = Callable[[int, int], None]
+Step = list[list[int]]  # document lengths of each micro-batch of an optimizer step, GA-major
+
+_PLACED: tuple[Method, ...] = ("tap_vrsp", "libra")  # the others take sequences in the order of the sampler
+_MOST_WORKERS = 1024  # of a pool of distca: a plan works with tables of workers squared
+_WLB_ROOM = 2  # packed lengths that a micro-batch of wlb may hold
+
+
+def simulate(
+    document_lengths: Sequence[int] | NDArray[np.integer],
+    *,
+    run: SimulatedRun,
+    grid: Grid,
+    methods: Sequence[Method] = METHODS,
+    windows: int = 4,
+    packing: Packing = "sequential",
+    calibration: Calibration = DEFAULT_CALIBRATION,
+    seed: int | None = 0,
+    progress: Progress | None = None,
+) -> Simulation:
+    """Simulate methods on the packed sequences of a corpus.
+
+    Methods: `ulysses`; `ring`; `wlb`, the documents of each step packed anew by WLB-LLM's rule without deferral, in
+    micro-batches of up to twice the packed length, then Ulysses; `distca`, one pool of all replicas in the order of
+    the sampler, overlapped; `tap`, pools in that order, not overlapped; `tap_vrsp`, sequences placed by VRSP and its
+    refinement; `libra`, overlapped as well.
+
+    Args:
+        document_lengths: tokens, each at least 1.
+        run: degrees and the layer.
+        grid: configurations.
+        methods: which to simulate.
+        windows: optimizer steps to replay, at least 1; fewer where the documents do not suffice.
+        packing: `sequential` cuts a document where a packed sequence is full; `best_fit` packs documents whole.
+        calibration: of the cluster.
+        seed: of the order of documents (and of sequences after `best_fit`); None: as they come.
+        progress: called with the number of plans made and to be made.
+
+    Raises:
+        ValueError: degrees, documents or a grid that do not fit, before anything is planned.
+
+    Complexity: O(windows * GBS / P) plans for each `(P, H, B)`; different chunks share a plan.
+    """
+    check_simulation(run, grid, methods)
+    steps = pack_steps(document_lengths, run, windows=windows, packing=packing, seed=seed)
+    figures = [
+        _replica_figures(method, steps, run, calibration) for method in ("ulysses", "ring", "wlb") if method in methods
+    ]
+    notes = []
+    scopes: dict[tuple[int, tuple[Method, ...]], None] = {}
+    if "distca" in methods and run.num_workers > _MOST_WORKERS:
+        notes.append(
+            f"distca is left out: its one pool would have {run.num_workers} workers, and the simulator plans pools of "
+            f"at most {_MOST_WORKERS}."
+        )
+    elif "distca" in methods:
+        scopes[run.data_parallel, ("distca",)] = None
+    if pooled := tuple(method for method in methods if method in ("tap", "tap_vrsp", "libra")):
+        scopes.update(dict.fromkeys((size, pooled) for size in grid.pool_sizes))
+    cuts = list(dict.fromkeys(itertools.product(grid.head_shards, grid.block_sizes)))
+    total = sum(
+        len(cuts) * len(steps) * (run.global_batch // size) * len({method in _PLACED for method in names})
+        for size, names in scopes
+    )
+    made = itertools.count(1)
+
+    def planned() -> None:
+        if progress is not None:
+            progress(next(made), total)
+
+    for (size, names), (shards, block) in itertools.product(scopes, cuts):
+        points = [
+            (method, GridPoint(pool_size=size, head_shards=shards, block_size=block, chunks=chunks))
+            for method in names
+            for chunks in (dict.fromkeys(grid.chunks) if method in ("libra", "distca") else (1,))
+        ]
+        figures += _pool_figures(points, steps, run, calibration, planned)
+    return Simulation(
+        run=run,
+        windows=len(steps),
+        documents=sum(len(documents) for step in steps for documents in step),
+        figures=tuple(figures),
+        choice=_choose(figures, steps, run, calibration) if "libra" in methods else None,
+        notes=tuple(notes),
+    )
+
+
+def check_simulation(run: SimulatedRun, grid: Grid, methods: Sequence[Method] = METHODS) -> None:
+    """Check a run, every grid point and the methods against each other, before any data is read.
+
+    Raises:
+        ValueError: a number that does not fit; the sentence says which would.
+    """
+    for method in methods:
+        if method not in METHODS:
+            raise ValueError(f"no method is called {method!r}: there are {', '.join(METHODS)}")
+    for name in ("pool_sizes", "head_shards", "block_sizes", "chunks"):
+        if not getattr(grid, name):
+            raise ValueError(f"{name}: expected at least one number")
+    for size, block in itertools.product(grid.pool_sizes, grid.block_sizes):
+        check_degrees(
+            sequence_length=run.sequence_length,
+            global_batch=run.global_batch,
+            data_parallel=run.data_parallel,
+            pool_size=size,
+            context_parallel=run.shape.context_parallel,
+            block_size=block,
+        )
+    for shards, block, chunks in itertools.product(grid.head_shards, grid.block_sizes, grid.chunks):
+        _layout(run, head_shards=shards, block_size=block, chunks=chunks)
+    if "ulysses" in methods or "wlb" in methods:
+        check_ulysses(run.shape)
+
+
+def pack_steps(
+    document_lengths: Sequence[int] | NDArray[np.integer],
+    run: SimulatedRun,
+    *,
+    windows: int,
+    packing: Packing,
+    seed: int | None,
+) -> list[Step]:
+    """The document lengths of each packed sequence of each optimizer step, in the order of the sampler.
+
+    Raises:
+        ValueError: documents that do not fill a single step, or lengths or settings that are none.
+    """
+    if windows < 1:
+        raise ValueError(f"windows={windows}: simulate at least 1 optimizer step")
+    if packing not in get_args(Packing):
+        raise ValueError(f"packing={packing!r}: choose one of {', '.join(get_args(Packing))}")
+    lengths = np.asarray(document_lengths)
+    rng = None if seed is None else np.random.default_rng(seed)
+    if rng is not None and lengths.ndim == 1:
+        lengths = rng.permutation(lengths)
+    if packing == "sequential":
+        sequences = pack_sequential(lengths, run.sequence_length, drop_last=True).all_document_lengths()
+    else:
+        sequences = pack_best_fit(lengths, run.sequence_length).all_document_lengths()
+        if rng is not None:  # they come with the longest documents first
+            sequences = [sequences[i] for i in rng.permutation(len(sequences))]
+    size = run.global_batch
+    steps = min(windows, len(sequences) // size)
+    if not steps:
+        raise ValueError(
+            f"the {len(lengths)} documents fill {len(sequences)} packed sequences of {run.sequence_length} tokens, "
+            f"fewer than the global_batch={size} of one optimizer step: give more documents, or a smaller batch or "
+            "sequence length"
+        )
+    return [sequences[at * size : (at + 1) * size] for at in range(steps)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """One pool, or replica, in one micro-step."""
+
+    micro_step: int
+    cost: AttentionCost
+    imbalance: float = 0.0
+
+
+def _replica_figures(method: Method, steps: list[Step], run: SimulatedRun, calibration: Calibration) -> MethodFigures:
+    """A method that shares work within each replica only, and there evenly."""
+    price = ring_cost if method == "ring" else ulysses_cost
+    groups, inter = [], []
+    for number, step in enumerate(steps):
+        if method == "wlb":
+            lengths = list(itertools.chain.from_iterable(step))
+            room = _WLB_ROOM * run.sequence_length
+            step = wlb_step(lengths, micro_batches=run.global_batch, max_tokens=room).document_lengths()
+        for at, documents in enumerate(step):
+            micro_step, replica = divmod(at, run.data_parallel)
+            cost = price(
+                documents,
+                sum(documents) if method == "wlb" else run.sequence_length,
+                run.shape,
+                first_worker=replica * run.shape.context_parallel,
+                calibration=calibration,
+            )
+            groups.append(_Group(micro_step=number * run.accumulation + micro_step, cost=cost))
+        inter.append(pool_imbalance(_loads(step, run), [[at] for at in range(len(step))]))
+    return _figures(method, None, groups, inter)
+
+
+def _pool_figures(
+    points: Sequence[tuple[Method, GridPoint]],
+    steps: list[Step],
+    run: SimulatedRun,
+    calibration: Calibration,
+    planned: Callable[[], None] = lambda: None,
+) -> list[MethodFigures]:
+    """Methods that share work within pools, at grid points that differ in their chunks only: they share plans."""
+    point = points[0][1]
+    layout = _layout(run, head_shards=point.head_shards, block_size=point.block_size, chunks=1)
+    pools_at_once = run.data_parallel // point.pool_size
+    groups: list[list[_Group]] = [[] for _ in points]
+    inter: dict[bool, list[float]] = {placed: [] for placed in (False, True)}
+    for placed in sorted({method in _PLACED for method, _ in points}):
+        for number, step in enumerate(steps):
+            loads = _loads(step, run)
+            order = place_sequences(loads, point.pool_size, method="vrsp" if placed else "sequential", refine=placed)
+            inter[placed].append(pool_imbalance(loads, order))
+            for at, pool in enumerate(order):
+                plan = layout_plan([step[sequence] for sequence in pool], layout)
+                micro_step, instance = divmod(at, pools_at_once)
+                for (method, asked), those in zip(points, groups, strict=True):
+                    if (method in _PLACED) == placed:
+                        first = instance * point.pool_size * run.shape.context_parallel
+                        cost = pool_cost(plan, chunks=asked.chunks, first_worker=first, calibration=calibration)
+                        index = number * run.accumulation + micro_step
+                        those.append(_Group(micro_step=index, cost=cost, imbalance=plan.imbalance))
+                planned()
+    return [
+        _figures(method, asked, those, inter[method in _PLACED])
+        for (method, asked), those in zip(points, groups, strict=True)
+    ]
+
+
+def _figures(method: Method, point: GridPoint | None, groups: list[_Group], inter: list[float]) -> MethodFigures:
+    count = 1 + max(group.micro_step for group in groups)
+    latency, moved = [0.0] * count, [0] * count
+    for group in groups:
+        latency[group.micro_step] = max(latency[group.micro_step], group.cost.seconds)
+        moved[group.micro_step] += group.cost.bytes_moved
+    return MethodFigures(
+        method=method,
+        point=point,
+        inter_pool_imbalance=sum(inter) / len(inter),
+        intra_pool_imbalance=sum(group.imbalance for group in groups) / len(groups),
+        worst_intra_pool_imbalance=max(group.imbalance for group in groups),
+        bytes_moved=sum(moved) / count,
+        busiest_bytes=max(group.cost.busiest_bytes for group in groups),
+        mean_latency=sum(latency) / count,
+        worst_latency=max(latency),
+    )
+
+
+def _choose(figures: Sequence[MethodFigures], steps: list[Step], run: SimulatedRun, calibration: Calibration) -> Choice:
+    candidates = {one.point: one for one in figures if one.method == "libra" and one.point is not None}
+    best = min(
+        candidates,
+        key=lambda point: (candidates[point].mean_latency, candidates[point].bytes_moved, point.pool_size),
+    )
+    others = []
+    for size in (best.pool_size // 2, best.pool_size * 2):
+        if (best.pool_size % 2 and size < best.pool_size) or run.data_parallel % size:
+            continue
+        point = GridPoint(pool_size=size, head_shards=best.head_shards, block_size=best.block_size, chunks=best.chunks)
+        there = candidates.get(point) or _pool_figures([("libra", point)], steps, run, calibration)[0]
+        others.append(f"P={size} {_in_words(there)}")
+    reason = (
+        f"Of {len(candidates)} grid points, P={best.pool_size} with H={best.head_shards}, B={best.block_size} and "
+        f"M={best.chunks} has the least predicted straggler latency: {_in_words(candidates[best])}."
+    )
+    if others:
+        reason += f" With the same H, B and M it would be: {'; '.join(others)}."
+    return Choice(point=best, reason=reason)
+
+
+def _in_words(figures: MethodFigures) -> str:
+    return (
+        f"{figures.mean_latency * 1e3:.3g} ms a layer on average, {figures.worst_latency * 1e3:.3g} ms at worst, "
+        f"{figures.bytes_moved / 2**30:.3g} GiB moved a micro-step"
+    )
+
+
+def _layout(run: SimulatedRun, *, head_shards: int, block_size: int, chunks: int) -> PoolLayout:
+    shape = run.shape
+    return PoolLayout(
+        context_parallel=shape.context_parallel,
+        block_size=block_size,
+        head_shards=head_shards,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        bytes_per_element=shape.bytes_per_element,
+        chunks=chunks,
+        window=shape.window,
+        sequence_length=run.sequence_length,
+    )
+
+
+def _loads(step: Step, run: SimulatedRun) -> list[int]:
+    return [attention_load(np.asarray(documents), window=run.shape.window) if documents else 0 for documents in step]
