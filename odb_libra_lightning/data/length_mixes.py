@@ -1,6 +1,7 @@
 """Distributions of sample lengths by name, for simulations, benchmarks and tests.
 
-A mix is a recipe for lengths, not data: log-normal pieces whose spread is that of a real dataset. Where a source gives
+A mix is a recipe for lengths, not data: log-normal pieces whose spread is that of a real dataset, or a histogram of
+one. Where a source gives
 a figure the mix has it, and `LengthMix.source` says which figures those are; the others are our choice.
 
 To add a mix to the registry, add it to `LENGTH_MIXES` below. To use one without that, build a `LengthMix` and call
@@ -17,6 +18,8 @@ from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
+
+from odb_libra_lightning.data.length_files import checked_lengths, read_lengths
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
 
@@ -82,6 +85,47 @@ def _draw_log_normals(
     return drawn
 
 
+def histogram(*bins: tuple[int, int, int]) -> Draw:
+    """Whole lengths drawn by a histogram: a bin by its count, and within the bin every length alike.
+
+    Args:
+        bins: of each its shortest and its longest length in tokens, both in it, and its count.
+
+    Raises:
+        ValueError: no bins, or one that is empty or upside down.
+    """
+    for shortest, longest, count in bins:
+        if not (0 <= shortest <= longest and count > 0):
+            raise ValueError(f"{(shortest, longest, count)}: a bin has 0 <= shortest <= longest and a count above 0")
+    if not bins:
+        raise ValueError("a histogram has at least one bin")
+    return partial(_draw_histogram, bins)
+
+
+def _draw_histogram(bins: Sequence[tuple[int, int, int]], rng: np.random.Generator, size: int) -> NDArray[np.float64]:
+    shortest, longest, count = np.array(bins, dtype=np.int64).T
+    which = rng.choice(len(bins), size=size, p=count / count.sum())
+    drawn: NDArray[np.float64] = rng.integers(shortest[which], longest[which], endpoint=True).astype(np.float64)
+    return drawn
+
+
+_MAGIATTENTION = (
+    (0, 10, 30_254),
+    (11, 50, 391_188),
+    (51, 100, 699_596),
+    (101, 200, 1_377_757),
+    (201, 500, 3_794_735),
+    (501, 1024, 3_316_785),
+    (1025, 2048, 2_106_566),
+    (2049, 4096, 988_525),
+    (4097, 8192, 410_002),
+    (8193, 16_384, 173_574),
+    (16_385, 32_768, 115_007),
+    (32_769, 65_536, 18_428),
+    (65_537, 131_072, 22_513),
+    (131_073, 196_608, 18_284),
+)
+
 LENGTH_MIXES: Mapping[str, LengthMix] = MappingProxyType(
     {
         mix.name: mix
@@ -136,6 +180,46 @@ LENGTH_MIXES: Mapping[str, LengthMix] = MappingProxyType(
                 l_max=12_288,
                 draw=log_normals((0.36, 400, 0.5), (0.64, 6500, 0.34)),
             ),
+            LengthMix(
+                name="magiattention",
+                source=(
+                    "Document lengths of the long-context corpus in MagiAttention's benchmarks "
+                    "(github.com/SandAI-org/MagiAttention, exps/dist_attn/benchmark/datasets/default, Apache-2.0): "
+                    "13,463,214 documents in 14 bins, drawn uniformly within a bin; 0 counts as 1 token. l_max is our "
+                    "choice."
+                ),
+                mean=1782.5,
+                cv=4.481,
+                f_s=0.997,
+                l_max=262_144,
+                draw=histogram(*_MAGIATTENTION),
+            ),
+            LengthMix(
+                name="libra-256k",
+                source=(
+                    "Like the 256K corpus of the Libra paper: the median of 607 and the 99th percentile of 33,000 "
+                    "tokens are the paper's, the rest follows from taking them for one log-normal piece, which has no "
+                    "longest document. l_max is the packed length."
+                ),
+                mean=2653,
+                cv=4.255,
+                f_s=0.997,
+                l_max=262_144,
+                draw=log_normals((1.0, 2653, 4.255)),
+            ),
+            LengthMix(
+                name="libra-1m",
+                source=(
+                    "Like the 1M corpus of the Libra paper: the median of 644 and the 99th percentile of 71,006 "
+                    "tokens are the paper's, the rest follows from taking them for one log-normal piece, which has no "
+                    "longest document. l_max is the packed length."
+                ),
+                mean=4969,
+                cv=7.651,
+                f_s=0.9985,
+                l_max=1_048_576,
+                draw=log_normals((1.0, 4969, 7.651)),
+            ),
         )
     }
 )
@@ -162,38 +246,18 @@ def empirical_lengths(
     """Lengths drawn with replacement from observed ones: int64 `[size]`, the same for the same seed.
 
     Args:
-        observed: the lengths in tokens, each at least 1; or a file of them, `.npy` or text with one a line.
+        observed: the lengths in tokens, each at least 1; or a file of them, see `read_lengths`.
         size: number of lengths to draw.
         seed: seed of the draw.
 
     Raises:
-        ValueError: no lengths, a length below 1, or what is not a flat list of whole numbers.
+        ValueError: no lengths, a length below 1, what is not a flat list of whole numbers, or a file as in
+            `read_lengths`.
     """
     if size < 0:
         raise ValueError(f"size={size}: a number of lengths is at least 0")
-    where = f"{observed}" if isinstance(observed, str | Path) else "observed"
-    lengths = _read(Path(observed)) if isinstance(observed, str | Path) else np.asarray(observed)
-    if lengths.ndim != 1 or not lengths.size or not np.issubdtype(lengths.dtype, np.integer):
-        raise ValueError(
-            f"{where}: expected a flat list of whole numbers with at least one, got {lengths.dtype} of shape "
-            f"{list(lengths.shape)}"
-        )
-    if lengths.min() < 1:
-        at = int(lengths.argmin())
-        raise ValueError(f"{where}: length {int(lengths[at])} at position {at}, expected at least 1 token")
-    return np.random.default_rng(seed).choice(lengths.astype(np.int64), size=size)
-
-
-def _read(path: Path) -> NDArray[np.integer]:
-    if path.suffix == ".npy":
-        return np.asarray(np.load(path, allow_pickle=False))
-    lines = path.read_text(encoding="utf-8").splitlines()
-    lengths = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            lengths.append(int(line))
-        except ValueError:
-            raise ValueError(f"{path}, line {number}: expected a whole number, got {line.strip()[:40]!r}") from None
-    return np.array(lengths, dtype=np.int64)
+    if isinstance(observed, str | Path):
+        lengths = read_lengths(observed)
+    else:
+        lengths = checked_lengths(observed, where="observed")
+    return np.random.default_rng(seed).choice(lengths, size=size)
