@@ -18,7 +18,11 @@ from numpy.typing import NDArray
 from odb_libra_lightning.libra.exchange_plan import Transfers, key_transfers, query_transfers
 from odb_libra_lightning.libra.layout import Fetch, Placement, PoolLayout
 from odb_libra_lightning.libra.tile_placement import place_tiles
-from odb_libra_lightning.libra.tiles import PoolTiles, cut_tiles
+from odb_libra_lightning.libra.tiles import PoolTiles, cut_tiles, halve_blocks, lay_out
+
+# How often blocks that found no room are halved and all is placed again. Three times is usual where documents are as
+# long as sequences, none where they are short.
+_HALVINGS = 8
 
 Phase = Literal["dispatch", "return", "backward_dispatch", "backward_return"]
 
@@ -224,12 +228,22 @@ def plan_pool(
 
 def layout_plan(document_lengths_per_sequence: Sequence[Sequence[int]], layout: PoolLayout) -> PoolPlan:
     """`plan_pool` for settings that are a `PoolLayout` already."""
-    tiles = cut_tiles(document_lengths_per_sequence, layout)
-    tile_worker = place_tiles(tiles, layout)
+    documents = lay_out(document_lengths_per_sequence, layout)
+    tiles = cut_tiles(documents, layout)
+    placement = place_tiles(tiles, layout)
+    best = placement, tiles
+    for _ in range(_HALVINGS if layout.split_oversize and layout.placement == "home_first" else 0):
+        finer = halve_blocks(tiles, placement.crowded, documents, layout)
+        if finer is tiles:
+            break
+        tiles, placement = finer, place_tiles(finer, layout)
+        if placement.heaviest < best[0].heaviest:
+            best = placement, tiles
+    placement, tiles = best
     return PoolPlan(
         layout=layout,
         tiles=tiles,
-        tile_worker=tile_worker,
-        queries=query_transfers(tiles, tile_worker, layout),
-        keys=key_transfers(tiles, tile_worker, layout),
+        tile_worker=placement.tile_worker,
+        queries=query_transfers(tiles, placement.tile_worker, layout),
+        keys=key_transfers(tiles, placement.tile_worker, layout),
     )

@@ -6,6 +6,8 @@ where `placement="paper"` places every tile and `home_first` only those that a w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,32 +15,75 @@ from odb_libra_lightning.libra.layout import PoolLayout
 from odb_libra_lightning.libra.tiles import PoolTiles, load_ceiling
 
 
-def place_tiles(tiles: PoolTiles, layout: PoolLayout) -> NDArray[np.int32]:
-    """Worker of every tile: int32 `[blocks * H]`, tile `b * H + h` being head shard `h` of block `b`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TilePlacement:
+    """Where tiles went.
 
-    Each placement is that of Algorithm 2: among the workers that stay under the ceiling the one to which the fewest
-    bytes must travel, then the least loaded; where no worker stays under it, the least loaded.
+    Attributes:
+        tile_worker: worker of tile `b * H + h`, head shard `h` of block `b`: int32 `[blocks * H]`.
+        heaviest: load of the heaviest worker, query-key pairs times heads.
+        crowded: blocks of which a tile found every worker too full for it: bool `[blocks]`.
+    """
+
+    tile_worker: NDArray[np.int32]
+    heaviest: int
+    crowded: NDArray[np.bool_]
+
+
+def place_tiles(tiles: PoolTiles, layout: PoolLayout) -> TilePlacement:
+    """Place every tile by the rule of Algorithm 2.
+
+    Among the workers that stay under the ceiling the one to which the fewest bytes must travel, then the least loaded;
+    where no worker stays under it, the least loaded. `paper` places all tiles so, the heaviest first. `home_first`
+    leaves a tile at home unless the worker there is above the ceiling, and places only what those give away.
+    """
+    placer = _Placer(tiles, layout)
+    if layout.placement == "paper":
+        order = np.argsort(-np.repeat(tiles.block_pairs, layout.head_shards), kind="stable")
+    else:
+        order = _in_columns(tiles, layout, _surplus(tiles, layout, placer))
+    for tile in order.tolist():
+        placer.place(tile)
+    return TilePlacement(tile_worker=placer.worker, heaviest=int(placer.load.max()), crowded=placer.crowded)
+
+
+def _surplus(tiles: PoolTiles, layout: PoolLayout, placer: _Placer) -> NDArray[np.int64]:
+    """Start with every tile at home; take from each worker above the ceiling tiles until it is not.
+
+    They are taken head shard by head shard, in each the heaviest first: tiles of one head shard read the same keys, so
+    what leaves together needs one copy of them where it goes, and what stays needs none of that shard.
     """
     shards = layout.head_shards
-    home = np.repeat(tiles.block_home, shards)
-    flops = np.repeat(tiles.block_pairs * layout.shard_heads, shards)
-    rule = _Placer(tiles, layout)
-    by_weight = np.argsort(-flops, kind="stable")
-    if layout.placement == "paper":
-        for tile in by_weight.tolist():
-            rule.place(tile)
-        return rule.worker
-    rule.worker[:] = home
-    rule.load[:] = np.bincount(tiles.block_home, tiles.block_pairs, rule.workers).astype(np.int64) * layout.num_heads
-    moved = []
-    for tile in by_weight.tolist():
-        if rule.load[home[tile]] > rule.ceiling and flops[tile]:
-            rule.load[home[tile]] -= flops[tile]
-            rule.worker[tile] = -1
-            moved.append(tile)
-    for tile in moved:
-        rule.place(tile)
-    return rule.worker
+    placer.worker[:] = np.repeat(tiles.block_home, shards)
+    # Whole numbers below 2^53: exact in the float64 that bincount adds in.
+    load = np.bincount(tiles.block_home, tiles.block_pairs, placer.workers).astype(np.int64) * layout.num_heads
+    flops = tiles.block_pairs * layout.shard_heads
+    taken = []
+    for worker in np.flatnonzero(load > placer.ceiling):
+        blocks = np.flatnonzero((tiles.block_home == worker) & (flops > 0))
+        blocks = blocks[np.argsort(-flops[blocks], kind="stable")]
+        left = load[worker] - np.cumsum(np.tile(flops[blocks], shards))
+        number = int(np.argmax(left <= placer.ceiling)) + 1
+        taken.append((blocks * shards + np.arange(shards)[:, None]).ravel()[:number])
+        load[worker] = left[number - 1]
+    placer.load[:] = load
+    tile = np.concatenate(taken) if taken else np.empty(0, dtype=np.int64)
+    placer.worker[tile] = -1
+    return tile
+
+
+def _in_columns(tiles: PoolTiles, layout: PoolLayout, moved: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Order in which surplus is placed: documents of the longest keys first, in each a head shard at a time.
+
+    A worker then fills up with neighbouring blocks of one head shard, which share its copy of their keys, and long
+    documents meet workers that are still empty: their keys go to as few workers as can hold their work.
+    """
+    block, shard = np.divmod(moved, layout.head_shards)
+    start = tiles.document_start[block]
+    _, document = np.unique(start, return_inverse=True)
+    reach = np.zeros(len(moved), dtype=np.int64)
+    np.maximum.at(reach, document, (tiles.key_stop - tiles.key_start)[block])
+    return moved[np.lexsort((-block, shard, start, -reach[document]))]
 
 
 class _Placer:
@@ -53,6 +98,7 @@ class _Placer:
         self.workers = tiles.num_workers
         self.load = np.zeros(self.workers, dtype=np.int64)
         self.worker = np.full(len(tiles.block_start) * layout.head_shards, -1, dtype=np.int32)
+        self.crowded = np.zeros(len(tiles.block_start), dtype=bool)
         self.ceiling = load_ceiling(tiles, layout)
         self._tiles, self._layout = tiles, layout
         self._tables: dict[tuple[int, int], NDArray[np.int64]] = {}
@@ -85,6 +131,7 @@ class _Placer:
             cheapest = room & (cost == cost[room].min())
             chosen = int(np.where(cheapest, self.load, np.iinfo(np.int64).max).argmin())
         else:
+            self.crowded[block] = True
             lightest = self.load == self.load.min()
             chosen = int(np.where(lightest, cost, np.iinfo(np.int64).max).argmin())
         self.worker[tile] = chosen

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ class PoolTiles:
         block_home: worker that is home to the block, `[blocks]`.
         block_pairs: query-key pairs of one head in the block, `[blocks]`.
         query_stop: row after the last that belongs to a document, `[blocks]`.
+        document_start: first row of the document that the block begins in, `[blocks]`.
         key_start: first row of the keys that come with a tile of the block, `[blocks]`.
         key_stop: row after the last of them, `[blocks]`; equal to `key_start` where the block is all padding.
         segment_block: block of each segment, `[segments]`.
@@ -47,6 +49,7 @@ class PoolTiles:
     block_home: Rows
     block_pairs: Rows
     query_stop: Rows
+    document_start: Rows
     key_start: Rows
     key_stop: Rows
     segment_block: Rows
@@ -61,8 +64,15 @@ class PoolTiles:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Documents:
-    """Where documents, sequences and homes begin and end, in rows of the pool."""
+class PoolDocuments:
+    """Where the documents, sequences and homes of a pool begin and end, in rows of the pool; int64.
+
+    Attributes:
+        start: first row of each document, `[documents]`.
+        stop: row after its last, `[documents]`.
+        sequence_start: as in `PoolTiles`.
+        home_start: as in `PoolTiles`.
+    """
 
     start: Rows
     stop: Rows
@@ -70,37 +80,23 @@ class _Documents:
     home_start: Rows
 
 
-def cut_tiles(document_lengths_per_sequence: Sequence[Sequence[int]], layout: PoolLayout) -> PoolTiles:
-    """Cut a pool into blocks, and measure them.
+def lay_out(document_lengths_per_sequence: Sequence[Sequence[int]], layout: PoolLayout) -> PoolDocuments:
+    """Put the documents of a pool one after another.
 
     Args:
         document_lengths_per_sequence: of each packed sequence its document lengths in order, tokens, each at least 1.
-        layout: how to cut.
+        layout: the settings; they say how many homes a sequence has.
 
     Raises:
         ValueError: no sequence, an empty one, a length below 1, a sequence longer than `layout.sequence_length`, or a
             block size larger than the rows any worker is home to.
     """
-    documents = _lay_out(document_lengths_per_sequence, layout)
-    largest = int(np.diff(documents.home_start).max())
-    if layout.block_size > largest:
-        raise ValueError(
-            f"block_size={layout.block_size} is larger than the rows of a shard: no worker of this pool is home to "
-            f"more than {largest} (context_parallel={layout.context_parallel}); at most {largest} would fit"
-        )
-    cuts = [documents.home_start]
-    for start, stop in zip(documents.sequence_start[:-1], documents.sequence_start[1:], strict=True):
-        cuts.append(np.arange(start, stop, layout.block_size))
-    return _cut_blocks(np.unique(np.concatenate(cuts)), documents, layout)
-
-
-def _lay_out(lengths_per_sequence: Sequence[Sequence[int]], layout: PoolLayout) -> _Documents:
-    if not len(lengths_per_sequence):
+    if not len(document_lengths_per_sequence):
         raise ValueError("a pool has at least one packed sequence, got none")
-    counts = np.array([len(lengths) for lengths in lengths_per_sequence], dtype=np.int64)
+    counts = np.array([len(lengths) for lengths in document_lengths_per_sequence], dtype=np.int64)
     if not counts.all():
         raise ValueError(f"packed sequence {int(counts.argmin())} of the pool has no document; expected at least one")
-    lengths = np.concatenate([_whole_numbers(lengths, at) for at, lengths in enumerate(lengths_per_sequence)])
+    lengths = np.concatenate([_whole_numbers(lengths, at) for at, lengths in enumerate(document_lengths_per_sequence)])
     sequence = np.repeat(np.arange(len(counts)), counts)
     if lengths.min() < 1:
         at = int(lengths.argmin())
@@ -123,12 +119,19 @@ def _lay_out(lengths_per_sequence: Sequence[Sequence[int]], layout: PoolLayout) 
     shift = (sequence_start[:-1] - total[first[:-1]])[sequence]
     share = np.arange(layout.context_parallel)
     home_start = sequence_start[:-1, None] + share * rows[:, None] // layout.context_parallel
-    return _Documents(
+    documents = PoolDocuments(
         start=total[:-1] + shift,
         stop=total[1:] + shift,
         sequence_start=sequence_start,
         home_start=np.append(home_start.ravel(), sequence_start[-1]),
     )
+    largest = int(np.diff(documents.home_start).max())
+    if layout.block_size > largest:
+        raise ValueError(
+            f"block_size={layout.block_size} is larger than the rows of a shard: no worker of this pool is home to "
+            f"more than {largest} (context_parallel={layout.context_parallel}); at most {largest} would fit"
+        )
+    return documents
 
 
 def _whole_numbers(lengths: Sequence[int], sequence: int) -> Rows:
@@ -141,19 +144,38 @@ def _whole_numbers(lengths: Sequence[int], sequence: int) -> Rows:
     return array.astype(np.int64)
 
 
-def _cut_blocks(cuts: Rows, documents: _Documents, layout: PoolLayout) -> PoolTiles:
-    tiles = _measure(cuts, documents, layout)
-    if not layout.split_oversize:
-        return tiles
+def cut_tiles(documents: PoolDocuments, layout: PoolLayout) -> PoolTiles:
+    """Cut a pool into blocks, and measure them.
+
+    With `layout.split_oversize`, blocks of which one tile is heavier than `load_ceiling` are halved until none is.
+    """
+    cuts = [documents.home_start]
+    for start, stop in pairwise(documents.sequence_start.tolist()):
+        cuts.append(np.arange(start, stop, layout.block_size))
+    tiles = _measure(np.unique(np.concatenate(cuts)), documents, layout)
     ceiling = load_ceiling(tiles, layout)
-    while True:
-        rows = tiles.block_stop - tiles.block_start
-        oversize = (tiles.block_pairs * layout.shard_heads > ceiling) & (rows > 1)
-        if not oversize.any():
-            return tiles
-        halves = (tiles.block_start + tiles.block_stop)[oversize] // 2
-        cuts = np.sort(np.concatenate([cuts, halves]))
-        tiles = _measure(cuts, documents, layout)
+    while layout.split_oversize:
+        oversize = tiles.block_pairs * layout.shard_heads > ceiling
+        finer = halve_blocks(tiles, oversize, documents, layout)
+        if finer is tiles:
+            break
+        tiles = finer
+    return tiles
+
+
+def halve_blocks(
+    tiles: PoolTiles, chosen: NDArray[np.bool_], documents: PoolDocuments, layout: PoolLayout
+) -> PoolTiles:
+    """The same pool with some blocks, bool `[blocks]`, cut in the middle; those of one row stay as they are.
+
+    Returns:
+        `tiles` itself where there is nothing to halve.
+    """
+    halved = chosen & (tiles.block_stop - tiles.block_start > 1)
+    if not halved.any():
+        return tiles
+    middle = (tiles.block_start + tiles.block_stop)[halved] // 2
+    return _measure(np.sort(np.concatenate([tiles.block_start, middle, tiles.block_stop[-1:]])), documents, layout)
 
 
 def load_ceiling(tiles: PoolTiles, layout: PoolLayout) -> float:
@@ -161,7 +183,7 @@ def load_ceiling(tiles: PoolTiles, layout: PoolLayout) -> float:
     return (1 + layout.tau) * (int(tiles.block_pairs.sum()) * layout.num_heads) / tiles.num_workers
 
 
-def _measure(cuts: Rows, documents: _Documents, layout: PoolLayout) -> PoolTiles:
+def _measure(cuts: Rows, documents: PoolDocuments, layout: PoolLayout) -> PoolTiles:
     """Blocks and segments between the cuts, which include every beginning of a home and the end of the pool."""
     block_start, block_stop = cuts[:-1], cuts[1:]
     edges = np.unique(np.concatenate([cuts, documents.start, documents.stop]))
@@ -179,8 +201,9 @@ def _measure(cuts: Rows, documents: _Documents, layout: PoolLayout) -> PoolTiles
     filled = first[:-1] < first[1:]
     head, tail = first[:-1][filled], first[1:][filled] - 1
     whole = layout.fetch == "document"
-    query_stop, key_start, key_stop = block_start.copy(), block_start.copy(), block_start.copy()
+    query_stop, first_document, key_start, key_stop = (block_start.copy() for _ in range(4))
     query_stop[filled] = stop[tail]
+    first_document[filled] = document_start[head]
     key_start[filled] = document_start[head] if whole else seen[head]
     key_stop[filled] = documents.stop[document[tail]] if whole else stop[tail]
     total = np.concatenate([[0], np.cumsum(pairs)])
@@ -192,6 +215,7 @@ def _measure(cuts: Rows, documents: _Documents, layout: PoolLayout) -> PoolTiles
         block_home=np.searchsorted(documents.home_start, block_start, side="right") - 1,
         block_pairs=np.diff(total[first]),
         query_stop=query_stop,
+        document_start=first_document,
         key_start=key_start,
         key_stop=key_stop,
         segment_block=block,
