@@ -131,26 +131,44 @@ def pool_imbalance(loads: Loads, pools: Sequence[Sequence[int]]) -> float:
     return _above_mean(max(_total(values[i] for i in pool) for pool in pools), values, len(pools))
 
 
-def imbalance_floor(loads: Loads, pool_size: int) -> float:
+def imbalance_floor(loads: Loads, pool_size: int, *, outliers: int = 1) -> float:
     """Imbalance that no placement in pools of this size can go below.
 
-    The heaviest sequence lies in some pool, with `pool_size - 1` others that are at least the lightest ones; and the
-    heaviest pool is never below the mean: `max(mean, heaviest + lightest ones) / mean - 1`.
+    The heaviest pool is never below the mean, and the heaviest sequence lies in some pool, with `pool_size - 1` others
+    that are at least the lightest ones: `max(mean, heaviest + lightest ones) / mean - 1`.
+
+    Long tails have several outliers, which compete for the lightest sequences. With `outliers=m` the floor is the
+    highest over the `j` heaviest sequences, `j <= m`: either two of them share a pool, or their `j` pools hold
+    `j * (pool_size - 1)` others, and one of these pools is at least the mean of the `j`.
 
     Args:
         loads: load of each packed sequence, a multiple of `pool_size` of them.
         pool_size: packed sequences a pool, `P`.
+        outliers: heaviest sequences to look at together, at least 1; more than there are pools changes nothing.
 
     Returns:
-        A lower bound of `pool_imbalance`, at least 0; it need not be reached.
+        A lower bound of `pool_imbalance`, at least 0; it need not be reached. More outliers never lower it.
 
     Raises:
-        ValueError: as in `checked_loads`.
+        ValueError: as in `checked_loads`, or `outliers` below 1.
 
     Complexity: O(n log n).
     """
     work = np.sort(checked_loads(loads, pool_size=pool_size)).tolist()
-    return max(0.0, _above_mean(_total([work[-1], *work[: pool_size - 1]]), work, len(work) // pool_size))
+    if outliers < 1:
+        raise ValueError(f"outliers={outliers}: expected at least 1, the heaviest packed sequence")
+    pools = len(work) // pool_size
+    floor = 0.0
+    heavy = light = 0
+    for j in range(1, min(outliers, pools) + 1):
+        heavy += work[-j]
+        light += _total(work[(j - 1) * (pool_size - 1) : j * (pool_size - 1)])
+        apart = _above_mean(heavy + light, work, pools, share=j)
+        if j > 1 and pool_size > 1:
+            together = _above_mean(work[-j] + work[1 - j] + _total(work[: pool_size - 2]), work, pools)
+            apart = min(apart, together)
+        floor = max(floor, apart)
+    return floor
 
 
 def expected_imbalance(loads: Loads, pool_size: int) -> float:
@@ -173,10 +191,11 @@ def expected_imbalance(loads: Loads, pool_size: int) -> float:
     return float(work.std() / work.mean() / math.sqrt(pool_size) * math.sqrt(2 * math.log(pools)))
 
 
-def _above_mean(heaviest: float, loads: list[Any], pools: int) -> float:
-    total = _total(loads)
+def _above_mean(load: float, loads: list[Any], pools: int, *, share: int = 1) -> float:
+    """How far so many pools of that load together lie above as many means."""
+    total = _total(loads) * share
     # One division of exact integers, so that equal pools give 0 and not some 1e-16.
-    return (heaviest * pools - total) / total if total else 0.0
+    return (load * pools - total) / total if total else 0.0
 
 
 def _total(loads: Iterable[Any]) -> Any:

@@ -85,7 +85,21 @@ def partitions(items: tuple[int, ...], size: int):  # type: ignore[no-untyped-de
 @given(st.lists(st.integers(0, 30), min_size=6, max_size=6), st.sampled_from([1, 2, 3, 6]))
 def test_no_partition_is_below_the_floor(loads: list[int], size: int) -> None:
     imbalances = [pool_imbalance(loads, pools) for pools in partitions(tuple(range(6)), size)]
-    assert min(imbalances) >= imbalance_floor(loads, size) >= 0
+    floors = [imbalance_floor(loads, size, outliers=outliers) for outliers in (1, 2, 3, 6, 99)]
+    assert floors[0] >= 0
+    assert floors == sorted(floors)
+    assert floors[-1] <= min(imbalances)
+
+
+def test_outliers_that_compete_for_the_lightest_raise_the_floor() -> None:
+    """10 and 10 in pools of two with 1 and 3: 11 alone, but one of them gets the 3, or they share a pool."""
+    loads = [10, 10, 1, 3, 4, 4]
+    best = min(pool_imbalance(loads, pools) for pools in partitions(tuple(range(6)), 2))
+    assert best == 13 * 3 / 32 - 1
+    assert imbalance_floor(loads, 2) == 11 * 3 / 32 - 1
+    assert imbalance_floor(loads, 2, outliers=2) == 12 * 3 / 32 - 1
+    with pytest.raises(ValueError, match="outliers=0: expected at least 1"):
+        imbalance_floor(loads, 2, outliers=0)
 
 
 def test_imbalance_of_a_hand_worked_case() -> None:
