@@ -87,7 +87,7 @@ def wlb_step(
 
     Example:
         >>> wlb_step([8, 4, 4, 4, 4, 2], micro_batches=2, max_tokens=20).document_lengths()
-        [[8], [4, 4, 4, 4, 2]]
+        [[8, 2], [4, 4, 4, 4]]
 
     Args:
         document_lengths: documents that arrive with the step, tokens, each 1 to `max_tokens`.
