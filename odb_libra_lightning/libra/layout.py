@@ -39,7 +39,8 @@ class PoolLayout:
         share_kv_heads: head shards that read one KV head fetch it once for a worker; otherwise each for itself.
         skip_home_rows: the placement rule charges nothing for keys whose home is the worker. They are never sent
             either way.
-        split_oversize: a block of which one tile is heavier than a worker may hold is halved until it fits.
+        split_oversize: a block of which one tile is heavier than a worker may hold is halved until it fits; with
+            `home_first` also where tiles find no room for other reasons.
         window: keys that a query sees at the most, its own included (sliding-window attention); None: all before it.
         sequence_length: rows of every packed sequence; those after its documents are padding, without work and
             without transfers. None: as many as its documents have.

@@ -18,11 +18,19 @@ from numpy.typing import NDArray
 from odb_libra_lightning.libra.exchange_plan import Transfers, key_transfers, query_transfers
 from odb_libra_lightning.libra.layout import Fetch, Placement, PoolLayout
 from odb_libra_lightning.libra.tile_placement import place_tiles
-from odb_libra_lightning.libra.tiles import PoolTiles, cut_tiles, halve_blocks, lay_out
+from odb_libra_lightning.libra.tiles import (
+    PoolDocuments,
+    PoolTiles,
+    cut_tiles,
+    halve_blocks,
+    halve_heavy,
+    lay_out,
+    load_ceiling,
+)
 
-# How often blocks that found no room are halved and all is placed again. Three times is usual where documents are as
-# long as sequences, none where they are short.
-_HALVINGS = 8
+# How often the largest tile is halved where some tile finds no room. Long-tailed documents need 0 to 4 for a worker's
+# load to stay within tau of the mean; more would only cost time.
+_MOST_HALVINGS = 5
 
 Phase = Literal["dispatch", "return", "backward_dispatch", "backward_return"]
 
@@ -196,7 +204,7 @@ def plan_pool(
         fetch: `prefix` or `document`.
         share_kv_heads: whether head shards that read one KV head share its transfer.
         skip_home_rows: whether the placement charges nothing for keys that are at home.
-        split_oversize: whether blocks that are too heavy for a worker are halved.
+        split_oversize: whether blocks are halved of which a tile finds no room.
         window: keys that a query sees at the most, its own included.
         sequence_length: rows of every packed sequence, padding included; None: the sum of its documents.
 
@@ -229,21 +237,29 @@ def plan_pool(
 def layout_plan(document_lengths_per_sequence: Sequence[Sequence[int]], layout: PoolLayout) -> PoolPlan:
     """`plan_pool` for settings that are a `PoolLayout` already."""
     documents = lay_out(document_lengths_per_sequence, layout)
-    tiles = cut_tiles(documents, layout)
-    placement = place_tiles(tiles, layout)
-    best = placement, tiles
-    for _ in range(_HALVINGS if layout.split_oversize and layout.placement == "home_first" else 0):
-        finer = halve_blocks(tiles, placement.crowded, documents, layout)
-        if finer is tiles:
-            break
-        tiles, placement = finer, place_tiles(finer, layout)
-        if placement.heaviest < best[0].heaviest:
-            best = placement, tiles
-    placement, tiles = best
+    tiles, tile_worker = _balance(documents, layout)
     return PoolPlan(
         layout=layout,
         tiles=tiles,
-        tile_worker=placement.tile_worker,
-        queries=query_transfers(tiles, placement.tile_worker, layout),
-        keys=key_transfers(tiles, placement.tile_worker, layout),
+        tile_worker=tile_worker,
+        queries=query_transfers(tiles, tile_worker, layout),
+        keys=key_transfers(tiles, tile_worker, layout),
     )
+
+
+def _balance(documents: PoolDocuments, layout: PoolLayout) -> tuple[PoolTiles, NDArray[np.int32]]:
+    """Cut and place; where tiles found no room, cut finer and place all again."""
+    tiles = cut_tiles(documents, layout)
+    placement = place_tiles(tiles, layout)
+    best = placement, tiles
+    if layout.split_oversize and layout.placement == "home_first":
+        ceiling = load_ceiling(tiles, layout)
+        for halvings in range(1, _MOST_HALVINGS + 1):
+            if not placement.crowded.any():
+                break
+            tiles = halve_blocks(tiles, placement.crowded, documents, layout)
+            tiles = halve_heavy(tiles, ceiling / 2**halvings, documents, layout)
+            placement = place_tiles(tiles, layout)
+            if placement.heaviest < best[0].heaviest:
+                best = placement, tiles
+    return best[1], best[0].tile_worker

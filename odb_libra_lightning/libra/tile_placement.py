@@ -90,8 +90,8 @@ class _Placer:
     """Loads and fetched keys of the workers while tiles are placed.
 
     The keys of a sequence are cut where the keys of any tile begin or end and where homes do, into *strips*: a tile
-    needs whole strips. For each sequence and KV group that is asked for there is a table `[strips, W]` of the rows
-    that a worker would still have to fetch.
+    needs whole strips. For each sequence and KV group that is asked for there is a table `[strips, W]` of the bytes
+    of keys and values that a worker would still have to fetch.
     """
 
     def __init__(self, tiles: PoolTiles, layout: PoolLayout) -> None:
@@ -100,65 +100,64 @@ class _Placer:
         self.worker = np.full(len(tiles.block_start) * layout.head_shards, -1, dtype=np.int32)
         self.crowded = np.zeros(len(tiles.block_start), dtype=bool)
         self.ceiling = load_ceiling(tiles, layout)
-        self._tiles, self._layout = tiles, layout
-        self._tables: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self._layout = layout
+        self._groups = [layout.shard_kv_groups(shard) for shard in range(layout.head_shards)]
         cuts = np.unique(np.concatenate([tiles.key_start, tiles.key_stop, tiles.home_start]))
-        self._cuts = cuts
-        self._first = np.searchsorted(cuts, tiles.key_start)
-        self._last = np.searchsorted(cuts, tiles.key_stop)
-        self._sequence = np.searchsorted(tiles.sequence_start, tiles.block_start, side="right") - 1
-        self._sequence_first = np.searchsorted(cuts, tiles.sequence_start)
-        self._home = np.searchsorted(tiles.home_start, cuts[:-1], side="right") - 1
-        self._query_bytes = 2 * (tiles.query_stop - tiles.block_start) * layout.shard_heads * layout.row_bytes
+        self._strip_rows = np.diff(cuts)
+        self._strip_home = np.searchsorted(tiles.home_start, cuts[:-1], side="right") - 1
+        self._sequence_strips = np.searchsorted(cuts, tiles.sequence_start)
+        self._block_sequence = np.searchsorted(tiles.sequence_start, tiles.block_start, side="right") - 1
+        base = self._sequence_strips[self._block_sequence]
+        strips = zip(*(np.searchsorted(cuts, rows) - base for rows in (tiles.key_start, tiles.key_stop)), strict=True)
+        self._strips = [slice(first, last) for first, last in strips]
+        self._flops = (tiles.block_pairs * layout.shard_heads).tolist()
+        self._home = tiles.block_home.tolist()
+        query_rows = tiles.query_stop - tiles.block_start
+        self._query_bytes = (2 * query_rows * layout.shard_heads * layout.row_bytes).tolist()  # Q, and the output
+        self._tables: dict[tuple[int, int], NDArray[np.int64]] = {}
 
     def place(self, tile: int) -> None:
         """Give a tile to the worker that Algorithm 2 names."""
-        layout = self._layout
-        block, shard = divmod(tile, layout.head_shards)
-        flops = int(self._tiles.block_pairs[block]) * layout.shard_heads
-        sequence = int(self._sequence[block])
-        base = self._sequence_first[sequence]
-        strips = slice(self._first[block] - base, self._last[block] - base)
-        missing = [
-            (self._table(sequence, group), len(layout.kv_groups[group])) for group in layout.shard_kv_groups(shard)
-        ]
-        cost = np.full(self.workers, self._query_bytes[block])
-        cost[self._tiles.block_home[block]] = 0
-        for table, heads in missing:
-            cost += table[strips].sum(axis=0) * (2 * heads * layout.row_bytes)
-        room = self.load + flops <= self.ceiling
-        if room.any():
-            cheapest = room & (cost == cost[room].min())
-            chosen = int(np.where(cheapest, self.load, np.iinfo(np.int64).max).argmin())
+        block, shard = divmod(tile, self._layout.head_shards)
+        flops, strips = self._flops[block], self._strips[block]
+        tables = [self._table(self._block_sequence[block], group) for group in self._groups[shard]]
+        cost = sum(table[strips].sum(axis=0) for table in tables) + self._query_bytes[block]
+        cost[self._home[block]] -= self._query_bytes[block]
+        room = np.flatnonzero(self.load + flops <= self.ceiling)
+        if len(room):
+            chosen = _least(room, cost, self.load)
         else:
             self.crowded[block] = True
-            lightest = self.load == self.load.min()
-            chosen = int(np.where(lightest, cost, np.iinfo(np.int64).max).argmin())
+            chosen = _least(np.arange(self.workers), self.load, cost)
         self.worker[tile] = chosen
         self.load[chosen] += flops
-        for table, _ in missing:
+        for table in tables:
             table[strips, chosen] = 0
 
     def _table(self, sequence: int, group: int) -> NDArray[np.int64]:
         key = sequence, group
         if key not in self._tables:
-            strips = slice(self._sequence_first[sequence], self._sequence_first[sequence + 1])
-            rows = np.diff(self._cuts)[strips]
-            table = np.repeat(rows[:, None], self.workers, axis=1)
+            strips = slice(*self._sequence_strips[sequence : sequence + 2])
+            bytes_per_row = 2 * len(self._layout.kv_groups[group]) * self._layout.row_bytes
+            table = np.repeat(self._strip_rows[strips, None] * bytes_per_row, self.workers, axis=1)
             if self._layout.skip_home_rows:
-                table[np.arange(len(rows)), self._home[strips]] = 0
+                table[np.arange(len(table)), self._strip_home[strips]] = 0
+            self._enter_placed(sequence, group, table)
             self._tables[key] = table
-            self._mark_placed(sequence, group, table)
         return self._tables[key]
 
-    def _mark_placed(self, sequence: int, group: int, table: NDArray[np.int64]) -> None:
-        """Enter what tiles that stay at home have fetched."""
-        base = self._sequence_first[sequence]
-        blocks = np.flatnonzero(self._sequence == sequence)
-        for shard in range(self._layout.head_shards):
-            if group not in self._layout.shard_kv_groups(shard):
-                continue
-            for block in blocks.tolist():
-                worker = self.worker[block * self._layout.head_shards + shard]
+    def _enter_placed(self, sequence: int, group: int, table: NDArray[np.int64]) -> None:
+        """Enter what tiles that have a worker already bring there: those that stay at home."""
+        shards = self._layout.head_shards
+        for shard in (shard for shard in range(shards) if group in self._groups[shard]):
+            for block in np.flatnonzero(self._block_sequence == sequence).tolist():
+                worker = self.worker[block * shards + shard]
                 if worker >= 0:
-                    table[self._first[block] - base : self._last[block] - base, worker] = 0
+                    table[self._strips[block], worker] = 0
+
+
+def _least(workers: NDArray[np.int64], first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
+    """Of some workers, in ascending order, the least by `(first, second, worker)`."""
+    least = first[workers]
+    workers = workers[least == least.min()]
+    return int(workers[second[workers].argmin()])

@@ -153,24 +153,23 @@ def cut_tiles(documents: PoolDocuments, layout: PoolLayout) -> PoolTiles:
     for start, stop in pairwise(documents.sequence_start.tolist()):
         cuts.append(np.arange(start, stop, layout.block_size))
     tiles = _measure(np.unique(np.concatenate(cuts)), documents, layout)
-    ceiling = load_ceiling(tiles, layout)
-    while layout.split_oversize:
-        oversize = tiles.block_pairs * layout.shard_heads > ceiling
-        finer = halve_blocks(tiles, oversize, documents, layout)
+    return halve_heavy(tiles, load_ceiling(tiles, layout), documents, layout) if layout.split_oversize else tiles
+
+
+def halve_heavy(tiles: PoolTiles, limit: float, documents: PoolDocuments, layout: PoolLayout) -> PoolTiles:
+    """Halve blocks, in rows, until no tile is heavier than `limit`; a block of one row stays as it is."""
+    while True:
+        heavy = tiles.block_pairs * layout.shard_heads > limit
+        finer = halve_blocks(tiles, heavy, documents, layout)
         if finer is tiles:
-            break
+            return tiles
         tiles = finer
-    return tiles
 
 
 def halve_blocks(
     tiles: PoolTiles, chosen: NDArray[np.bool_], documents: PoolDocuments, layout: PoolLayout
 ) -> PoolTiles:
-    """The same pool with some blocks, bool `[blocks]`, cut in the middle; those of one row stay as they are.
-
-    Returns:
-        `tiles` itself where there is nothing to halve.
-    """
+    """The same pool with some blocks, bool `[blocks]`, cut in the middle; `tiles` itself where none can be."""
     halved = chosen & (tiles.block_stop - tiles.block_start > 1)
     if not halved.any():
         return tiles
