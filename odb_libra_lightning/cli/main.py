@@ -100,5 +100,80 @@ def dashboard(
         typer.echo(err=True)
 
 
+@app.command(name="simulate")
+def simulate_command(
+    lengths: Annotated[
+        str, typer.Argument(metavar="LENGTHS", help="A file of document lengths, a named mix, or a recipe (.yaml).")
+    ],
+    sequence_length: Annotated[str, typer.Option(help="Tokens of a packed sequence, L; 256K and 1M count.")] = "256K",
+    global_batch: Annotated[int, typer.Option(help="Packed sequences of an optimizer step, GBS.")] = 128,
+    data_parallel: Annotated[int, typer.Option(help="Replicas, DP.")] = 16,
+    context_parallel: Annotated[int, typer.Option(help="Workers of a replica, CP.")] = 8,
+    pool_size: Annotated[str, typer.Option(help="Replicas of a pool, P; several: 4,8.")] = "4,8",
+    block_size: Annotated[str, typer.Option(help="Rows of a block, B; several.")] = "4K,8K",
+    head_shards: Annotated[str, typer.Option(help="Shards of the query heads, H; several.")] = "2,4,8",
+    chunks: Annotated[str, typer.Option(help="Slices of a tile's heads, M; several.")] = "4",
+    num_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    num_kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 4,
+    head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = 128,
+    bytes_per_element: Annotated[int, typer.Option(help="2 for bf16.")] = 2,
+    window: Annotated[str | None, typer.Option(help="Keys a query sees (sliding window). Default: all.")] = None,
+    packing: Annotated[str, typer.Option(help="sequential, or best_fit: documents whole.")] = "sequential",
+    methods: Annotated[
+        str, typer.Option(help="Methods to compare, with commas.")
+    ] = "ulysses,ring,wlb,distca,tap,tap_vrsp,libra",
+    windows: Annotated[int, typer.Option(help="Optimizer steps to replay.")] = 4,
+    documents: Annotated[int | None, typer.Option(help="Documents to take at most. Default: as needed.")] = None,
+    column: Annotated[str | None, typer.Option(help="Field of a .jsonl or .parquet file.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Figures of the cluster, a JSON file.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the order of documents.")] = 0,
+    scaling: Annotated[str | None, typer.Option(help="Also compare data-parallel degrees: 1,2,4,8,16.")] = None,
+    linear_seconds: Annotated[
+        float, typer.Option(help="For --scaling: seconds of all but attention, a token of a worker and layer.")
+    ] = 0.0,
+    csv: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw them: a .svg or .png file.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Predict balance, communication and latency of Libra on LENGTHS, and choose a pool size."""
+    from odb_libra_lightning.cli import simulate
+
+    results = simulate.run_simulation(
+        simulate.SimulateOptions(
+            lengths=lengths,
+            sequence_length=sequence_length,
+            global_batch=global_batch,
+            data_parallel=data_parallel,
+            context_parallel=context_parallel,
+            pool_size=pool_size,
+            block_size=block_size,
+            head_shards=head_shards,
+            chunks=chunks,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            bytes_per_element=bytes_per_element,
+            window=window,
+            packing=packing,
+            methods=methods,
+            windows=windows,
+            documents=documents,
+            column=column,
+            calibration=calibration,
+            seed=seed,
+            scaling=scaling,
+            linear_seconds=linear_seconds,
+            csv=csv,
+            picture=picture,
+        ),
+        notice=lambda text: typer.echo(text, err=True),
+    )
+    if as_json:
+        typer.echo(json.dumps(simulate.as_json(results)))
+    else:
+        simulate.print_results(results)
+
+
 def _has_display() -> bool:
     return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

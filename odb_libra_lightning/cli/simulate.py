@@ -1,0 +1,314 @@
+"""What `odb-libra simulate` does: read its options, simulate, and show the figures."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from odb_libra_lightning.cli.length_sources import document_lengths
+from odb_libra_lightning.libra.attention_costs import AttentionShape
+from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
+from odb_libra_lightning.libra.scaling import ScalingFigures, scaling
+from odb_libra_lightning.libra.simulation_results import METHODS, Grid, Method, MethodFigures, SimulatedRun, Simulation
+from odb_libra_lightning.libra.simulator import Packing, check_simulation, simulate
+
+_WIDTH = 140  # of a table where stdout is no terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """The options of the command, as they are written on the command line; `docs/simulate.md` explains them."""
+
+    lengths: str
+    sequence_length: str = "256K"
+    global_batch: int = 128
+    data_parallel: int = 16
+    context_parallel: int = 8
+    pool_size: str = "4,8"
+    block_size: str = "4K,8K"
+    head_shards: str = "2,4,8"
+    chunks: str = "4"
+    num_heads: int = 32
+    num_kv_heads: int = 4
+    head_dim: int = 128
+    bytes_per_element: int = 2
+    window: str | None = None
+    packing: str = "sequential"
+    methods: str = ",".join(METHODS)
+    windows: int = 4
+    documents: int | None = None
+    column: str | None = None
+    calibration: Path | None = None
+    seed: int = 0
+    scaling: str | None = None
+    linear_seconds: float = 0.0
+    csv: Path | None = None
+    picture: Path | None = None
+
+
+def run_simulation(options: SimulateOptions, *, notice: Callable[[str], None]) -> dict[str, Any]:
+    """Simulate, and write the files that were asked for.
+
+    Args:
+        options: of the command line.
+        notice: is called with sentences for stderr.
+
+    Returns:
+        `simulation`, a `Simulation`; `calibration`, a `Calibration`; `scaling`, a tuple of `ScalingFigures`.
+
+    Raises:
+        ValueError: an option that cannot be used, before anything is computed; one sentence.
+    """
+    run = SimulatedRun(
+        sequence_length=parse_count(options.sequence_length, "--sequence-length"),
+        global_batch=options.global_batch,
+        data_parallel=options.data_parallel,
+        shape=AttentionShape(
+            context_parallel=options.context_parallel,
+            num_heads=options.num_heads,
+            num_kv_heads=options.num_kv_heads,
+            head_dim=options.head_dim,
+            bytes_per_element=options.bytes_per_element,
+            window=None if options.window is None else parse_count(options.window, "--window"),
+        ),
+    )
+    grid = Grid(
+        pool_sizes=parse_counts(options.pool_size, "--pool-size"),
+        head_shards=parse_counts(options.head_shards, "--head-shards"),
+        block_sizes=parse_counts(options.block_size, "--block-size"),
+        chunks=parse_counts(options.chunks, "--chunks"),
+    )
+    methods = cast("list[Method]", [name.strip() for name in options.methods.split(",")])
+    check_simulation(run, grid, methods)
+    degrees = () if options.scaling is None else parse_counts(options.scaling, "--scaling")
+    if degrees and "libra" not in methods:
+        raise ValueError("--scaling shows the chosen configuration of libra: add libra to --methods")
+    if options.windows < 1:
+        raise ValueError(f"--windows {options.windows}: simulate at least 1 optimizer step")
+    calibration = DEFAULT_CALIBRATION if options.calibration is None else Calibration.from_json(options.calibration)
+    _check_files(options)
+    tokens = (options.windows * run.global_batch + 1) * run.sequence_length
+    with _progress_bar("Reading lengths") as advance:
+        lengths = document_lengths(
+            options.lengths,
+            tokens=tokens,
+            documents=options.documents,
+            column=options.column,
+            seed=options.seed,
+            progress=advance,
+        )
+    packing = cast("Packing", options.packing)
+    longest = int(lengths.max())
+    if packing == "best_fit" and longest > run.sequence_length:
+        raise ValueError(
+            f"{options.lengths} has a document of {longest} tokens, which does not fit whole in a sequence of "
+            f"{run.sequence_length}: use --packing sequential, which splits documents, or a larger --sequence-length"
+        )
+    with _progress_bar("Planning pools") as advance:
+        found = simulate(
+            lengths,
+            run=run,
+            grid=grid,
+            methods=methods,
+            windows=options.windows,
+            packing=packing,
+            calibration=calibration,
+            seed=options.seed,
+            progress=advance,
+        )
+    if found.windows < options.windows:
+        notice(f"The documents of {options.lengths} suffice for {found.windows} of {options.windows} windows.")
+    for note in found.notes:
+        notice(note)
+    scaled: tuple[ScalingFigures, ...] = ()
+    if degrees and found.choice is not None:
+        scaled = scaling(
+            lengths,
+            run=run,
+            point=found.choice.point,
+            data_parallel=degrees,
+            methods=[method for method in ("ulysses", "libra") if method in methods],
+            linear_seconds=options.linear_seconds,
+            windows=options.windows,
+            packing=packing,
+            calibration=calibration,
+            seed=options.seed,
+        )
+    if options.csv is not None:
+        options.csv.write_text(figures_csv(found), encoding="utf-8")
+    if options.picture is not None:
+        from odb_libra_lightning.cli.simulation_picture import draw_simulation
+
+        draw_simulation(found, options.picture)
+    return {"simulation": found, "calibration": calibration, "scaling": scaled}
+
+
+def parse_count(text: str, option: str) -> int:
+    """A whole number of at least 1, with an optional K (1,024) or M (1,048,576) behind it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*([KMkm]?)\s*", text)
+    number = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()] if match else 0
+    if number < 1:
+        raise ValueError(f"{option} {text.strip()!r}: expected a whole number of at least 1, such as 4096, 4K or 1M")
+    return number
+
+
+def parse_counts(text: str, option: str) -> tuple[int, ...]:
+    """Whole numbers with commas between, each once.
+
+    Raises:
+        ValueError: one that is none.
+    """
+    return tuple(dict.fromkeys(parse_count(part, option) for part in text.split(",")))
+
+
+def at_choice(found: Simulation) -> list[MethodFigures]:
+    """One entry a method: at the chosen grid point where the method has it, else at its own best."""
+    point = found.choice.point if found.choice is not None else None
+
+    def fitness(one: MethodFigures) -> tuple[bool, float]:
+        cut = one.point is not None and point is not None and _cut(one.method, one.point) == _cut(one.method, point)
+        return not cut, one.mean_latency
+
+    methods = dict.fromkeys(one.method for one in found.figures)
+    return [min((one for one in found.figures if one.method == method), key=fitness) for method in methods]
+
+
+def _cut(method: Method, point: Any) -> tuple[int, ...]:
+    """What of a grid point a method shares with libra's: distca has a pool size of its own, tap no chunks."""
+    cut = (point.head_shards, point.block_size)
+    if method == "distca":
+        return (*cut, point.chunks)
+    return (*cut, point.pool_size, point.chunks) if method == "libra" else (*cut, point.pool_size)
+
+
+def figures_csv(found: Simulation) -> str:
+    """All figures, one line each; seconds and bytes are those of one layer."""
+    out = io.StringIO()
+    names = [field.name for field in dataclasses.fields(MethodFigures) if field.name not in ("method", "point")]
+    point_names = ["pool_size", "head_shards", "block_size", "chunks"]
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["method", *point_names, *names])
+    for one in found.figures:
+        point = ["" if one.point is None else getattr(one.point, name) for name in point_names]
+        writer.writerow([one.method, *point, *(getattr(one, name) for name in names)])
+    return out.getvalue()
+
+
+def as_json(results: dict[str, Any]) -> dict[str, Any]:
+    """The results as plain values."""
+    found: Simulation = results["simulation"]
+    return {
+        **dataclasses.asdict(found),
+        "calibration": dataclasses.asdict(results["calibration"]),
+        "scaling": [dataclasses.asdict(one) for one in results["scaling"]],
+    }
+
+
+def print_results(results: dict[str, Any]) -> None:
+    """Tables on stdout, then the choice and why."""
+    found: Simulation = results["simulation"]
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    run = found.run
+    console.print(
+        f"{found.windows} optimizer steps of {run.global_batch} packed sequences of {run.sequence_length} tokens "
+        f"({found.documents} documents and pieces) on {run.data_parallel} x {run.shape.context_parallel} workers; "
+        "times are of one attention layer, forward and backward."
+    )
+    console.print(_table("Methods, at the chosen configuration", at_choice(found), found))
+    swept = [one for one in found.figures if one.method == "libra"]
+    if len(swept) > 1:
+        console.print(_table("Libra, over the grid", swept, found))
+    if results["scaling"]:
+        console.print(_scaling_table(results["scaling"]))
+    if found.choice is not None:
+        console.print(found.choice.reason)
+    console.print(f"Latencies are predicted, from: {results['calibration'].source}")
+
+
+def _table(title: str, rows: Sequence[MethodFigures], found: Simulation) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("method")
+    for name in ("P", "H", "B", "M"):
+        table.add_column(name, justify="right")
+    columns = ("inter-pool\nimbalance", "intra-pool\nmean", "intra-pool\nworst", "moved\nGiB", "busiest\nGiB")
+    for name in (*columns, "mean\nms", "worst\nms", "speed-up\nmean", "speed-up\nworst"):
+        table.add_column(name, justify="right")
+    base = next((one for one in found.figures if one.method == "ulysses"), None)
+    chosen = found.choice.point if found.choice is not None else None
+    for one in rows:
+        point = one.point
+        cells = ["", "", "", ""]
+        if point is not None:
+            cells = [str(number) for number in (point.pool_size, point.head_shards, point.block_size, point.chunks)]
+        speedups = ("", "")
+        if base is not None:
+            speedups = (
+                f"{base.mean_latency / one.mean_latency:.2f}x",
+                f"{base.worst_latency / one.worst_latency:.2f}x",
+            )
+        table.add_row(
+            one.method,
+            *cells,
+            f"{one.inter_pool_imbalance:.2%}",
+            f"{one.intra_pool_imbalance:.2%}",
+            f"{one.worst_intra_pool_imbalance:.2%}",
+            f"{one.bytes_moved / 2**30:.2f}",
+            f"{one.busiest_bytes / 2**30:.3f}",
+            f"{one.mean_latency * 1e3:.2f}",
+            f"{one.worst_latency * 1e3:.2f}",
+            *speedups,
+            style="bold" if one.method == "libra" and point == chosen else None,
+        )
+    return table
+
+
+def _scaling_table(scaled: Sequence[ScalingFigures]) -> Table:
+    table = Table(title="More replicas, the same batch", title_justify="left")
+    for name in ("method", "data parallel", "step ms", "speed-up", "efficiency"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for one in scaled:
+        numbers = (f"{one.step_seconds * 1e3:.1f}", f"{one.speedup:.2f}x", f"{one.efficiency:.1%}")
+        table.add_row(one.method, str(one.data_parallel), *numbers)
+    return table
+
+
+def _check_files(options: SimulateOptions) -> None:
+    for option, path in (("--csv", options.csv), ("--picture", options.picture)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{option} {path}: there is no folder {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise ValueError(f"{option} {path}: this is a folder; name a file")
+    if options.picture is not None:
+        if options.picture.suffix not in (".svg", ".png"):
+            raise ValueError(f"--picture {options.picture}: expected a name that ends in .svg or .png")
+        try:
+            import matplotlib  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ValueError("--picture needs matplotlib: pip install 'odb-libra-lightning[simulate]'") from error
+
+
+@contextmanager
+def _progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that goes when it is done; none where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)

@@ -1,0 +1,111 @@
+"""What more replicas bring when the batch of an optimizer step stays the same: throughput against the fewest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
+from odb_libra_lightning.libra.simulation_results import Grid, GridPoint, Method, SimulatedRun
+from odb_libra_lightning.libra.simulator import Packing, check_simulation, simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingFigures:
+    """One method at one data-parallel degree.
+
+    Attributes:
+        method: its name.
+        data_parallel: replicas, `DP`.
+        step_seconds: one layer in all micro-steps of an optimizer step, forward and backward.
+        speedup: step of the fewest replicas over this step.
+        efficiency: the speed-up over how many times the replicas are; 1 is perfect.
+    """
+
+    method: Method
+    data_parallel: int
+    step_seconds: float
+    speedup: float
+    efficiency: float
+
+
+def scaling(
+    document_lengths: Sequence[int] | NDArray[np.integer],
+    *,
+    run: SimulatedRun,
+    point: GridPoint,
+    data_parallel: Sequence[int],
+    methods: Sequence[Method] = ("ulysses", "libra"),
+    linear_seconds: float = 0.0,
+    windows: int = 4,
+    packing: Packing = "sequential",
+    calibration: Calibration = DEFAULT_CALIBRATION,
+    seed: int | None = 0,
+) -> tuple[ScalingFigures, ...]:
+    """Simulate one configuration at several data-parallel degrees; the batch of an optimizer step stays the same.
+
+    A pool has as many replicas as the configuration says, or all where there are fewer. The step is
+    `GA * (mean straggler latency + linear_seconds * L / CP)`: the linear layers take every worker equally long.
+
+    Args:
+        document_lengths: as in `simulate`, as for all that is not named here.
+        run: its `data_parallel` does not matter.
+        point: the configuration.
+        data_parallel: degrees; the smallest is what the others are compared with.
+        methods: which to simulate.
+        linear_seconds: seconds of everything but attention, a token of a worker and layer, forward and backward.
+        windows: optimizer steps.
+        packing: of the documents.
+        calibration: of the cluster.
+        seed: of the order of documents.
+
+    Raises:
+        ValueError: as `simulate`; or no degree, or `linear_seconds` below 0.
+    """
+    if not data_parallel:
+        raise ValueError("data_parallel: expected at least one degree")
+    if not 0 <= linear_seconds < math.inf:
+        raise ValueError(f"linear_seconds={linear_seconds}: expected a finite number of at least 0")
+    degrees = sorted(set(data_parallel))
+    cases = []
+    for degree in degrees:
+        grid = Grid(
+            pool_sizes=(min(point.pool_size, degree),),
+            head_shards=(point.head_shards,),
+            block_sizes=(point.block_size,),
+            chunks=(point.chunks,),
+        )
+        cases.append((dataclasses.replace(run, data_parallel=degree), grid))
+        check_simulation(*cases[-1], methods)
+    seconds: dict[tuple[Method, int], float] = {}
+    for case, grid in cases:
+        found = simulate(
+            document_lengths,
+            run=case,
+            grid=grid,
+            methods=methods,
+            windows=windows,
+            packing=packing,
+            calibration=calibration,
+            seed=seed,
+        )
+        linear = linear_seconds * case.sequence_length / case.shape.context_parallel
+        for one in found.figures:
+            seconds[one.method, case.data_parallel] = case.accumulation * (one.mean_latency + linear)
+    fewest = degrees[0]
+    return tuple(
+        ScalingFigures(
+            method=method,
+            data_parallel=degree,
+            step_seconds=step,
+            speedup=seconds[method, fewest] / step,
+            efficiency=seconds[method, fewest] * fewest / (step * degree),
+        )
+        for (method, degree), step in seconds.items()
+        if (method, fewest) in seconds
+    )
