@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.layout import PoolLayout
-from odb_libra_lightning.libra.load import causal_pairs
+from odb_libra_lightning.libra.load import causal_pairs, checked_lengths
 
 Rows = NDArray[np.int64]
 
@@ -93,16 +93,15 @@ def lay_out(document_lengths_per_sequence: Sequence[Sequence[int]], layout: Pool
     """
     if not len(document_lengths_per_sequence):
         raise ValueError("a pool has at least one packed sequence, got none")
-    counts = np.array([len(lengths) for lengths in document_lengths_per_sequence], dtype=np.int64)
-    if not counts.all():
-        raise ValueError(f"packed sequence {int(counts.argmin())} of the pool has no document; expected at least one")
-    lengths = np.concatenate([_whole_numbers(lengths, at) for at, lengths in enumerate(document_lengths_per_sequence)])
+    checked = []
+    for at, sequence_lengths in enumerate(document_lengths_per_sequence):
+        try:
+            checked.append(checked_lengths(sequence_lengths))
+        except ValueError as error:
+            raise ValueError(f"packed sequence {at} of the pool: {error}") from error
+    counts = np.array([len(lengths) for lengths in checked])
+    lengths = np.concatenate(checked)
     sequence = np.repeat(np.arange(len(counts)), counts)
-    if lengths.min() < 1:
-        at = int(lengths.argmin())
-        raise ValueError(
-            f"packed sequence {int(sequence[at])} has a document of {int(lengths[at])} tokens; expected at least 1"
-        )
     total = np.concatenate([[0], np.cumsum(lengths)])
     first = np.concatenate([[0], np.cumsum(counts)])  # first document of each sequence
     tokens = np.diff(total[first])
@@ -132,16 +131,6 @@ def lay_out(document_lengths_per_sequence: Sequence[Sequence[int]], layout: Pool
             f"more than {largest} (context_parallel={layout.context_parallel}); at most {largest} would fit"
         )
     return documents
-
-
-def _whole_numbers(lengths: Sequence[int], sequence: int) -> Rows:
-    array = np.asarray(lengths)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"packed sequence {sequence}: expected a flat list of document lengths in whole tokens, got "
-            f"{array.dtype} of shape {list(array.shape)}"
-        )
-    return array.astype(np.int64)
 
 
 def cut_tiles(documents: PoolDocuments, layout: PoolLayout) -> PoolTiles:
