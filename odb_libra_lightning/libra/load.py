@@ -245,10 +245,12 @@ def checked_lengths(lengths: Sequence[int] | NDArray[np.integer]) -> NDArray[np.
         ValueError: no lengths, one below 1, or what is not a flat list of whole numbers.
     """
     tokens = np.asarray(lengths)
-    if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
+    if not tokens.size:
+        raise ValueError("no document lengths: expected at least one")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(
             f"document lengths of type {tokens.dtype} and shape {list(tokens.shape)}: expected a flat list of whole "
-            "numbers with at least one"
+            "numbers"
         )
     if tokens.min() < 1 or tokens.max() > _LARGEST_SUM:
         at = int(tokens.argmin() if tokens.min() < 1 else tokens.argmax())

@@ -153,8 +153,10 @@ def test_wrong_lengths_positions_and_pools_are_named() -> None:
         attention_load([4, 0])
     with pytest.raises(ValueError, match="document length -3 at position 0"):
         attention_load([-3])
-    for bad in ([], [1.5], [[1]]):
-        with pytest.raises(ValueError, match="expected a flat list of whole numbers with at least one"):
+    with pytest.raises(ValueError, match="no document lengths: expected at least one"):
+        attention_load([])
+    for bad in ([1.5], [[1]]):
+        with pytest.raises(ValueError, match="expected a flat list of whole numbers"):
             attention_load(bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="window=0: a query sees at least 1 key"):
         attention_load([1], window=0)
