@@ -1,0 +1,64 @@
+"""What a varlen kernel is called on: runs of queries, each with the keys they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Runs of queries that stand one after another in `q`, each with a run of keys in `k` and `v`.
+
+    Causal attention is aligned to the *bottom right*: the last query of a segment sees all its keys, each earlier one
+    a key fewer.
+
+    Attributes:
+        query_lengths: queries of each segment, at least 1.
+        key_lengths: keys of each segment, at least 1; where attention is causal, no fewer than its queries.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    _on_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __len__(self) -> int:
+        return len(self.query_lengths)
+
+    @cached_property
+    def query_starts(self) -> tuple[int, ...]:
+        """`cu_seqlens` of the queries, `len(self) + 1` numbers."""
+        return _starts(self.query_lengths)
+
+    @cached_property
+    def key_starts(self) -> tuple[int, ...]:
+        """`cu_seqlens` of the keys."""
+        return _starts(self.key_lengths)
+
+    @property
+    def max_query_length(self) -> int:
+        """Queries of the longest segment; 0 where there is none."""
+        return max(self.query_lengths, default=0)
+
+    @property
+    def max_key_length(self) -> int:
+        """Keys of the longest segment; 0 where there is none."""
+        return max(self.key_lengths, default=0)
+
+    def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`query_starts` and `key_starts` as int32 on a device; copied there once."""
+        if device not in self._on_device:
+            starts = (self.query_starts, self.key_starts)
+            queries, keys = (torch.tensor(each, dtype=torch.int32).to(device, non_blocking=True) for each in starts)
+            self._on_device[device] = queries, keys
+        return self._on_device[device]
+
+
+def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(lengths, initial=0))
