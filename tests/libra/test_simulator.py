@@ -127,7 +127,7 @@ def test_placement_evens_out_what_the_samplers_order_does_not():
 
 
 def test_wlb_packs_the_documents_of_a_step_anew():
-    # In order the loads are 36 and 10. Longest first to the lighter they are 4, 2, 1, 1, 1 and 4 with seven of 1: 23 each.
+    # In order the loads are 36 and 10. Longest first to the lighter: 4, 2 and three of 1; 4 and seven of 1; 23 each.
     found = simulate(
         [4, 4, 2, *[1] * 10],
         run=run_of(10, 2, 2),
