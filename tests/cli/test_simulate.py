@@ -26,6 +26,12 @@ SMALL = (
     *("--num-heads", "8", "--num-kv-heads", "2", "--windows", "2"),
 )
 
+BARE_RECIPE = b"""
+run: {name: bare, dir: nowhere}
+module: {_target_: builtins.dict}
+trainer: {_target_: builtins.dict}
+"""
+
 
 @pytest.fixture
 def odb_libra(capsys: pytest.CaptureFixture[str]) -> Run:
@@ -209,7 +215,7 @@ def test_an_option_that_cannot_be_used_is_one_sentence(odb_libra: Run, lengths: 
         ("broken.parquet", b"PAR1", "broken.parquet"),
         ("broken.yaml", b"a: [", "broken.yaml"),
         ("other.yaml", b"a: 1", "a is not a section of a recipe"),
-        ("bare.yaml", b"run: {name: x, dir: y}\nmodule: {_target_: builtins.dict}\ntrainer: {}", "_target_"),
+        ("bare.yaml", BARE_RECIPE, "has no data.train_dataset"),
     ],
 )
 def test_lengths_that_cannot_be_read_are_one_sentence(odb_libra: Run, tmp_path: Path, name, content, sentence):
