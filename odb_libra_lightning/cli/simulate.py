@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -19,7 +19,7 @@ from rich.table import Table
 from odb_libra_lightning.cli.length_sources import document_lengths
 from odb_libra_lightning.libra.attention_costs import AttentionShape
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
-from odb_libra_lightning.libra.scaling import ScalingFigures, scaling
+from odb_libra_lightning.libra.scaling import ScalingFigures, check_scaling, scaling
 from odb_libra_lightning.libra.simulation_results import METHODS, Grid, Method, MethodFigures, SimulatedRun, Simulation
 from odb_libra_lightning.libra.simulator import Packing, check_simulation, simulate
 
@@ -94,6 +94,10 @@ def run_simulation(options: SimulateOptions, *, notice: Callable[[str], None]) -
     degrees = () if options.scaling is None else parse_counts(options.scaling, "--scaling")
     if degrees and "libra" not in methods:
         raise ValueError("--scaling shows the chosen configuration of libra: add libra to --methods")
+    if degrees:
+        check_scaling(run, grid, methods, data_parallel=degrees, linear_seconds=options.linear_seconds)
+    if options.packing not in get_args(Packing):
+        raise ValueError(f"--packing {options.packing}: choose one of {', '.join(get_args(Packing))}")
     if options.windows < 1:
         raise ValueError(f"--windows {options.windows}: simulate at least 1 optimizer step")
     calibration = DEFAULT_CALIBRATION if options.calibration is None else Calibration.from_json(options.calibration)

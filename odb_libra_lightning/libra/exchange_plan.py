@@ -8,7 +8,8 @@ gradients come back, which their home adds up. Source: Libra (arXiv:2607.23250),
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,8 @@ from odb_libra_lightning.libra.tiles import PoolTiles, Rows
 class Transfers:
     """Ranges of rows and heads that go from one worker to another: int32 arrays of one length.
 
-    They stand in order of source, destination, first head and row, and both ends lay them into buffers in this order.
+    They stand in order of source, destination, head shard or KV group, and row: the order in which both ends lay them
+    into their buffers.
 
     Attributes:
         source: worker at home.
@@ -77,8 +79,8 @@ def query_transfers(tiles: PoolTiles, tile_worker: NDArray[np.int32], layout: Po
         tiles,
         source=tiles.block_home[block],
         destination=tile_worker[moved].astype(np.int64),
-        head_start=shard * layout.shard_heads,
-        head_stop=(shard + 1) * layout.shard_heads,
+        group=shard,
+        heads=[range(shard * layout.shard_heads, (shard + 1) * layout.shard_heads) for shard in range(shards)],
         start=tiles.block_start[block],
         stop=tiles.query_stop[block],
     )
@@ -89,8 +91,9 @@ def key_transfers(tiles: PoolTiles, tile_worker: NDArray[np.int32], layout: Pool
     block, shard = np.divmod(np.arange(len(tile_worker)), layout.head_shards)
     start, stop = tiles.key_start[block], tiles.key_stop[block]
     at_home = (start >= tiles.home_start[tile_worker]) & (stop <= tiles.home_start[tile_worker + 1])
-    block, shard, start, stop = (column[~at_home] for column in (block, shard, start, stop))
-    worker = tile_worker[~at_home].astype(np.int64)
+    away = ~at_home & (start < stop)  # a block of padding has no keys
+    shard, start, stop = shard[away], start[away], stop[away]
+    worker = tile_worker[away].astype(np.int64)
 
     # One entry for each KV group that a tile reads.
     groups = [layout.shard_kv_groups(shard) for shard in range(layout.head_shards)]
@@ -122,41 +125,42 @@ def key_transfers(tiles: PoolTiles, tile_worker: NDArray[np.int32], layout: Pool
     stop = np.minimum(stop[entry], tiles.home_start[source + 1])
     worker, group = worker[entry], group[entry]
     travels = (source != worker) & (start < stop)
-    heads = np.array([(read.start, read.stop) for read in layout.kv_groups])[group[travels]]
     return _in_order(
         tiles,
         source=source[travels],
         destination=worker[travels],
-        head_start=heads[:, 0],
-        head_stop=heads[:, 1],
+        group=group[travels],
+        heads=layout.kv_groups,
         start=start[travels],
         stop=stop[travels],
     )
 
 
 def _in_order(
-    tiles: PoolTiles, *, source: Rows, destination: Rows, head_start: Rows, head_stop: Rows, start: Rows, stop: Rows
+    tiles: PoolTiles,
+    *,
+    source: Rows,
+    destination: Rows,
+    group: Rows,
+    heads: Sequence[range],
+    start: Rows,
+    stop: Rows,
 ) -> Transfers:
-    """Ranges in the order of `Transfers`, adjacent rows of the same heads as one."""
-    order = np.lexsort((start, head_start, destination, source))  # a source is home to rows of one sequence
-    columns = (source, destination, head_start, head_stop, start, stop)
-    source, destination, head_start, head_stop, start, stop = (column[order] for column in columns)
+    """Ranges in the order of `Transfers`, adjacent rows of one group as one; `heads` are those of each group."""
+    order = np.lexsort((start, group, destination, source))  # a source is home to rows of one sequence
+    source, destination, group, start, stop = (column[order] for column in (source, destination, group, start, stop))
     fresh = np.ones(len(start), dtype=bool)
     fresh[1:] = (
         (source[1:] != source[:-1])
         | (destination[1:] != destination[:-1])
-        | (head_start[1:] != head_start[:-1])
+        | (group[1:] != group[:-1])
         | (start[1:] != stop[:-1])
     )
     stop = stop[np.append(np.flatnonzero(fresh)[1:], len(start)) - 1] if len(start) else stop
-    sequence = np.searchsorted(tiles.sequence_start, start[fresh], side="right") - 1
+    source, destination, group, start = (column[fresh] for column in (source, destination, group, start))
+    sequence = np.searchsorted(tiles.sequence_start, start, side="right") - 1
     base = tiles.sequence_start[sequence]
-    return Transfers(
-        source=source[fresh].astype(np.int32),
-        destination=destination[fresh].astype(np.int32),
-        sequence=sequence.astype(np.int32),
-        head_start=head_start[fresh].astype(np.int32),
-        head_stop=head_stop[fresh].astype(np.int32),
-        start=(start[fresh] - base).astype(np.int32),
-        stop=(stop - base).astype(np.int32),
-    )
+    bounds = np.array([(run.start, run.stop) for run in heads])[group]
+    columns = (source, destination, sequence, bounds[:, 0], bounds[:, 1], start - base, stop - base)
+    names = (field.name for field in fields(Transfers))
+    return Transfers(**{name: column.astype(np.int32) for name, column in zip(names, columns, strict=True)})

@@ -67,27 +67,19 @@ def scaling(
     Raises:
         ValueError: as `simulate`; or no degree, or `linear_seconds` below 0.
     """
-    if not data_parallel:
-        raise ValueError("data_parallel: expected at least one degree")
-    if not 0 <= linear_seconds < math.inf:
-        raise ValueError(f"linear_seconds={linear_seconds}: expected a finite number of at least 0")
-    degrees = sorted(set(data_parallel))
-    cases = []
-    for degree in degrees:
-        grid = Grid(
-            pool_sizes=(min(point.pool_size, degree),),
-            head_shards=(point.head_shards,),
-            block_sizes=(point.block_size,),
-            chunks=(point.chunks,),
-        )
-        cases.append((dataclasses.replace(run, data_parallel=degree), grid))
-        check_simulation(*cases[-1], methods)
+    grid = Grid(
+        pool_sizes=(point.pool_size,),
+        head_shards=(point.head_shards,),
+        block_sizes=(point.block_size,),
+        chunks=(point.chunks,),
+    )
+    cases = check_scaling(run, grid, methods, data_parallel=data_parallel, linear_seconds=linear_seconds)
     seconds: dict[tuple[Method, int], float] = {}
-    for case, grid in cases:
+    for case, case_grid in cases:
         found = simulate(
             document_lengths,
             run=case,
-            grid=grid,
+            grid=case_grid,
             methods=methods,
             windows=windows,
             packing=packing,
@@ -97,7 +89,7 @@ def scaling(
         linear = linear_seconds * case.sequence_length / case.shape.context_parallel
         for one in found.figures:
             seconds[one.method, case.data_parallel] = case.accumulation * (one.mean_latency + linear)
-    fewest = degrees[0]
+    fewest = min(data_parallel)
     return tuple(
         ScalingFigures(
             method=method,
@@ -109,3 +101,24 @@ def scaling(
         for (method, degree), step in seconds.items()
         if (method, fewest) in seconds
     )
+
+
+def check_scaling(
+    run: SimulatedRun, grid: Grid, methods: Sequence[Method], *, data_parallel: Sequence[int], linear_seconds: float
+) -> list[tuple[SimulatedRun, Grid]]:
+    """The run and the grid at each degree, ascending, once they are known to fit.
+
+    Raises:
+        ValueError: as in `check_simulation`; or no degree, or `linear_seconds` below 0.
+    """
+    if not data_parallel:
+        raise ValueError("data_parallel: expected at least one degree")
+    if not 0 <= linear_seconds < math.inf:
+        raise ValueError(f"linear_seconds={linear_seconds}: expected a finite number of at least 0")
+    cases = []
+    for degree in sorted(set(data_parallel)):
+        sizes = tuple(min(size, degree) for size in grid.pool_sizes)
+        case = dataclasses.replace(run, data_parallel=degree), dataclasses.replace(grid, pool_sizes=sizes)
+        check_simulation(*case, methods)
+        cases.append(case)
+    return cases

@@ -302,9 +302,14 @@ def _choose(figures: Sequence[MethodFigures], steps: list[Step], run: SimulatedR
 
 def _in_words(figures: MethodFigures) -> str:
     return (
-        f"{figures.mean_latency * 1e3:.3g} ms a layer on average, {figures.worst_latency * 1e3:.3g} ms at worst, "
-        f"{figures.bytes_moved / 2**30:.3g} GiB moved a micro-step"
+        f"{_three_digits(figures.mean_latency * 1e3)} ms a layer on average, "
+        f"{_three_digits(figures.worst_latency * 1e3)} ms at worst, "
+        f"{_three_digits(figures.bytes_moved / 2**30)} GiB moved a micro-step"
     )
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _layout(run: SimulatedRun, *, head_shards: int, block_size: int, chunks: int) -> PoolLayout:

@@ -1,0 +1,237 @@
+"""A plan as a value: the same on every worker, small, frozen, and refused where it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from odb_libra_lightning.libra.pool_plan import PoolPlan, plan_pool
+from tests.libra.oracles import Pool, random_pool
+from tests.libra.plans import plan_of
+
+POOL = Pool(
+    documents=((40, 3, 21), (5, 5, 54), (64,), (1,) * 64),
+    block_size=8,
+    num_heads=8,
+    num_kv_heads=2,
+    head_shards=4,
+    chunks=2,
+)
+
+
+def arrays_of(value: Any, prefix: str = "") -> dict[str, list[Any]]:
+    """All arrays in a plan by name, those of its tables too."""
+    found = {}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if isinstance(inner, np.ndarray):
+            found[prefix + field.name] = [str(inner.dtype), inner.tolist()]
+        elif dataclasses.is_dataclass(inner):
+            found |= arrays_of(inner, f"{field.name}.")
+    return found
+
+
+def same(ours: PoolPlan, other: PoolPlan) -> bool:
+    return ours.hash == other.hash and arrays_of(ours) == arrays_of(other)
+
+
+def test_two_calls_and_a_pickle_give_the_same_plan():
+    draw = random.Random(0)
+    for _ in range(100):
+        pool = random_pool(draw)
+        plan = plan_of(pool)
+        assert "tile_worker" in arrays_of(plan)
+        assert same(plan, plan_of(pool)), pool
+        again = pickle.loads(pickle.dumps(plan))
+        assert same(plan, again), pool
+        for chunk in range(pool.chunks):
+            assert plan.split_sizes(0, "dispatch", chunk) == again.split_sizes(0, "dispatch", chunk)
+
+
+def test_another_process_with_another_hash_seed_gives_the_same_plan():
+    script = """
+import pickle, random, sys
+from tests.libra.oracles import random_pool
+from tests.libra.plans import plan_of
+draw = random.Random(5)
+sys.stdout.buffer.write(pickle.dumps([plan_of(random_pool(draw)) for _ in range(50)]))
+"""
+    draw = random.Random(5)
+    ours = [plan_of(random_pool(draw)) for _ in range(50)]
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", script]
+        other = pickle.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+        assert all(same(*pair) for pair in zip(ours, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"documents": ((40, 3, 21), (5, 5, 54), (64,), (1,) * 62 + (2,))},
+        {"documents": ((3, 40, 21), (5, 5, 54), (64,), (1,) * 64)},
+        {"documents": ((5, 5, 54), (40, 3, 21), (64,), (1,) * 64)},
+        {"window": 7},
+        {"window": 1000},
+        {"block_size": 4},
+        {"context_parallel": 4},
+        {"head_shards": 2},
+        {"num_heads": 16},
+        {"num_kv_heads": 4},
+        {"head_dim": 4},
+        {"bytes_per_element": 4},
+        {"chunks": 1},
+        {"tau": 0.04},
+        {"placement": "paper"},
+        {"fetch": "document"},
+        {"share_kv_heads": False},
+        {"skip_home_rows": False},
+        {"split_oversize": False},
+        {"sequence_length": 65},
+    ],
+    ids=str,
+)
+def test_another_setting_gives_another_hash(change: dict[str, Any]):
+    other = dataclasses.replace(POOL, **change)
+    assert plan_of(POOL).hash != plan_of(other).hash
+
+
+def test_a_plan_cannot_be_changed():
+    plan = plan_of(POOL)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.tile_worker = np.zeros(0, np.int32)  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.keys.start = plan.keys.stop  # type: ignore[misc]
+
+
+def test_documents_of_any_integer_kind_give_the_same_plan():
+    expected = plan_of(POOL)
+    arrays = [np.array(lengths, np.int32) for lengths in POOL.documents]
+    assert same(plan_pool(arrays, **POOL.options), expected)
+    assert same(plan_pool(tuple(POOL.documents), **POOL.options), expected)
+
+
+def test_a_pickled_plan_is_small():
+    """24 bytes a tile, 32 a transfer, 40 a segment, and 4 KiB for names: it goes to other processes every step."""
+    draw = random.Random(1)
+    documents = []
+    for _ in range(8):
+        lengths, left = [], 65_536
+        while left:
+            lengths.append(min(left, int(draw.lognormvariate(6.5, 1.5)) + 1))
+            left -= lengths[-1]
+        documents.append(lengths)
+    plan = plan_pool(
+        documents,
+        context_parallel=4,
+        block_size=2048,
+        head_shards=4,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        bytes_per_element=2,
+    )
+    tiles, transfers = len(plan.tile_worker), len(plan.queries) + len(plan.keys)
+    segments = len(plan.tiles.segment_block)
+    assert len(pickle.dumps(plan)) <= 4096 + 24 * tiles + 32 * transfers + 40 * segments
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_work_does_not_depend_on_how_heads_are_shared(kv_heads: int, shards: int):
+    pool = dataclasses.replace(POOL, num_kv_heads=kv_heads, head_shards=shards, chunks=1)
+    plan = plan_of(pool)
+    assert sum(plan.worker_load.tolist()) == pool.total
+    assert len(plan.tile_worker) == shards * len(plan.tiles.block_start)
+
+
+def test_shards_that_share_a_kv_head_fetch_it_once():
+    pool = dataclasses.replace(POOL, num_kv_heads=1, head_shards=8, chunks=1)
+    ranges = plan_of(pool).keys
+    sent = [
+        (int(ranges.destination[i]), int(ranges.sequence[i]), row, head)
+        for i in range(len(ranges))
+        for row in range(ranges.start[i], ranges.stop[i])
+        for head in range(ranges.head_start[i], ranges.head_stop[i])
+    ]
+    assert sent
+    assert len(sent) == len(set(sent))
+    assert {head for *_, head in sent} == {0}
+
+
+@pytest.mark.parametrize(
+    "documents", [((1,),), ((2,),), ((3,),), ((1,), (1,)), ((1, 1, 1), (7,)), ((5,), (3, 8), (1,))]
+)
+@pytest.mark.parametrize("context_parallel", [1, 2, 3, 4, 8])
+def test_short_and_uneven_sequences(documents: tuple[tuple[int, ...], ...], context_parallel: int):
+    pool = Pool(documents=documents, context_parallel=context_parallel, block_size=1)
+    plan = plan_of(pool)
+    assert sum(plan.worker_load.tolist()) == pool.total
+    assert len(plan.worker_load) == plan.num_workers == len(documents) * context_parallel
+    assert plan.num_replicas == len(documents)
+
+
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    # What is wrong, and what the message must name: the value and what would fit.
+    ({"head_shards": 3}, ["3", "8"]),
+    ({"head_shards": 0}, ["0"]),
+    ({"head_shards": 16}, ["16", "8"]),
+    ({"chunks": 4}, ["4", "2"]),
+    ({"chunks": 0}, ["0"]),
+    ({"num_kv_heads": 3}, ["3", "8"]),
+    ({"num_kv_heads": 16}, ["16", "8"]),
+    ({"num_kv_heads": 0}, ["0"]),
+    ({"num_heads": 0}, ["0"]),
+    ({"block_size": 33}, ["33", "32"]),
+    ({"block_size": 0}, ["0", "1"]),
+    ({"block_size": -8}, ["-8", "1"]),
+    ({"documents": ()}, []),
+    ({"documents": ((40, 3, 21), ())}, ["1"]),
+    ({"documents": ((40, 3, 21), (5, -4, 63))}, ["-4", "1"]),
+    ({"documents": ((40, 3, 21), (5, 0, 59))}, ["0", "1"]),
+    ({"documents": ((40, 3, 21), (5, 0.5, 59))}, ["1"]),
+    ({"documents": ((40, 3, 21), ((5,), (59,)))}, ["1"]),
+    ({"sequence_length": 63}, ["63", "64"]),
+    ({"sequence_length": 0}, ["0"]),
+    ({"placement": "nearest"}, ["nearest", "home_first", "paper"]),
+    ({"fetch": "suffix"}, ["suffix", "prefix", "document"]),
+    ({"tau": -0.01}, ["-0.01", "0"]),
+    ({"tau": float("nan")}, ["nan"]),
+    ({"tau": float("inf")}, ["inf"]),
+    ({"head_dim": 0}, ["0"]),
+    ({"bytes_per_element": 0}, ["0"]),
+    ({"window": 0}, ["0", "1"]),
+    ({"window": -1}, ["-1", "1"]),
+    ({"context_parallel": 0}, ["0", "1"]),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), REFUSED, ids=[str(change) for change, _ in REFUSED])
+def test_a_setting_that_cannot_be_is_refused_by_name(change: dict[str, Any], named: list[str]):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the message is checked below
+        plan_of(dataclasses.replace(POOL, **change))
+    message = str(refused.value)
+    setting = next(iter(change))
+    if setting != "documents":
+        assert setting in message
+    for text in named:
+        assert text in message, message
+
+
+@pytest.mark.parametrize("worker", [-1, 8])
+def test_a_worker_or_chunk_or_phase_that_is_not_there_is_refused(worker: int):
+    plan = plan_of(POOL)
+    with pytest.raises(ValueError, match=str(worker)):
+        plan.split_sizes(worker, "dispatch", 0)
+    with pytest.raises(ValueError, match="2"):
+        plan.split_sizes(0, "dispatch", 2)
+    with pytest.raises(ValueError, match="sideways"):
+        plan.split_sizes(0, "sideways", 0)  # type: ignore[arg-type]

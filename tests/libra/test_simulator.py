@@ -1,0 +1,352 @@
+"""The simulator on corpora so small or so even that its figures can be worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from odb_libra_lightning.libra.attention_costs import AttentionShape
+from odb_libra_lightning.libra.calibration import Calibration
+from odb_libra_lightning.libra.pool_plan import plan_pool
+from odb_libra_lightning.libra.scaling import scaling
+from odb_libra_lightning.libra.simulation_results import (
+    METHODS,
+    Grid,
+    GridPoint,
+    MethodFigures,
+    SimulatedRun,
+    Simulation,
+)
+from odb_libra_lightning.libra.simulator import check_simulation, pack_steps, simulate
+
+SHAPE = AttentionShape(context_parallel=2, num_heads=4, num_kv_heads=2, head_dim=1, bytes_per_element=2)
+# One FLOP a second and links that cost nothing: a latency is the FLOPs of the slowest worker.
+SLOW_KERNEL = Calibration(
+    source="test",
+    peak_flops=1.0,
+    efficiency_rows=(1,),
+    efficiency_heads=(1,),
+    efficiency=((1.0,),),
+    backward_ratio=2.5,
+    launch_seconds=1e-30,
+    workers_per_node=8,
+    intra_node_alpha=1e-30,
+    intra_node_beta=1e30,
+    inter_node_alpha=1e-30,
+    inter_node_beta=1e30,
+)
+
+
+def run_of(length: int, global_batch: int, data_parallel: int, **shape: Any) -> SimulatedRun:
+    return SimulatedRun(
+        sequence_length=length,
+        global_batch=global_batch,
+        data_parallel=data_parallel,
+        shape=dataclasses.replace(SHAPE, **shape),
+    )
+
+
+def grid_of(
+    pool_sizes: int | tuple[int, ...], block: int, *, shards: int = 2, chunks: int | tuple[int, ...] = 2
+) -> Grid:
+    return Grid(
+        pool_sizes=(pool_sizes,) if isinstance(pool_sizes, int) else pool_sizes,
+        head_shards=(shards,),
+        block_sizes=(block,),
+        chunks=(chunks,) if isinstance(chunks, int) else chunks,
+    )
+
+
+def by_method(found: Simulation) -> dict[str, MethodFigures]:
+    return {one.method: one for one in found.figures}
+
+
+def seconds(pairs: float, heads: int = 4) -> float:
+    """Forward and backward of so many pairs on one worker with head dimension 1."""
+    return 4 * pairs * heads * 3.5
+
+
+def test_documents_of_one_length_are_even_under_every_method():
+    found = simulate([8] * 32, run=run_of(16, 8, 4), grid=grid_of((1, 2, 4), 4), calibration=SLOW_KERNEL)
+    assert found.windows == 2
+    assert {one.method for one in found.figures} == set(METHODS)
+    for one in found.figures:
+        assert one.inter_pool_imbalance == 0
+        # Each home holds one document: nothing needs to move, and nothing does.
+        assert one.intra_pool_imbalance == one.worst_intra_pool_imbalance == 0
+        assert one.mean_latency == pytest.approx(seconds(36))
+        assert one.worst_latency == pytest.approx(one.mean_latency)
+        if one.point is not None:
+            assert one.bytes_moved == one.busiest_bytes == 0
+
+
+def test_imbalance_and_latency_of_two_replicas_by_hand():
+    # Documents of 8 tokens, and of 4 and 4: loads 64 and 32, pairs 36 and 20.
+    found = simulate([8, 4, 4], run=run_of(8, 2, 2), grid=grid_of(2, 2), windows=1, seed=None, calibration=SLOW_KERNEL)
+    figures = by_method(found)
+    for method in ("ulysses", "ring", "wlb"):
+        assert figures[method].inter_pool_imbalance == pytest.approx(64 / 48 - 1)
+        assert figures[method].mean_latency == pytest.approx(seconds(36 / 2))
+    for method in ("distca", "tap", "tap_vrsp", "libra"):
+        one = figures[method]
+        assert one.inter_pool_imbalance == 0  # one pool holds them all
+        assert one.mean_latency == pytest.approx(seconds(56 / 4) * (1 + one.intra_pool_imbalance))
+
+
+def test_a_latency_is_the_slowest_replica_of_each_micro_step():
+    # GA 2 and DP 2: micro-step 0 has [8] and [4, 4], micro-step 1 [1] * 8 and [4, 4].
+    lengths = [8, 4, 4, *[1] * 8, 4, 4]
+    found = simulate(
+        lengths,
+        run=run_of(8, 4, 2),
+        grid=grid_of(2, 2),
+        methods=("ulysses",),
+        windows=1,
+        seed=None,
+        calibration=SLOW_KERNEL,
+    )
+    (one,) = found.figures
+    assert one.worst_latency == pytest.approx(seconds(36 / 2))
+    assert one.mean_latency == pytest.approx((seconds(36 / 2) + seconds(20 / 2)) / 2)
+    assert found.choice is None
+
+
+def test_placement_evens_out_what_the_samplers_order_does_not():
+    lengths = [8, 8, *[1] * 16]  # pools of 2 in order: 64 + 64 and 8 + 8
+    found = simulate(lengths, run=run_of(8, 4, 4), grid=grid_of(2, 2), windows=1, seed=None, calibration=SLOW_KERNEL)
+    figures = by_method(found)
+    assert figures["tap"].inter_pool_imbalance == pytest.approx(128 / 72 - 1)
+    assert figures["tap_vrsp"].inter_pool_imbalance == figures["libra"].inter_pool_imbalance == 0
+    assert figures["distca"].inter_pool_imbalance == 0
+    assert figures["tap"].point == GridPoint(pool_size=2, head_shards=2, block_size=2, chunks=1)
+    assert figures["distca"].point == GridPoint(pool_size=4, head_shards=2, block_size=2, chunks=2)
+
+
+def test_wlb_packs_the_documents_of_a_step_anew():
+    # In order the loads are 36 and 10. Longest first to the lighter: 4, 2 and three of 1; 4 and seven of 1; 23 each.
+    found = simulate(
+        [4, 4, 2, *[1] * 10],
+        run=run_of(10, 2, 2),
+        grid=grid_of(1, 5),
+        methods=("ulysses", "wlb"),
+        windows=1,
+        seed=None,
+        calibration=SLOW_KERNEL,
+    )
+    figures = by_method(found)
+    assert figures["ulysses"].inter_pool_imbalance == pytest.approx(36 / 23 - 1)
+    assert figures["ulysses"].mean_latency == pytest.approx(seconds((10 + 10 + 3) / 2))
+    assert figures["wlb"].inter_pool_imbalance == 0
+    assert figures["wlb"].mean_latency == pytest.approx(seconds((10 + 7) / 2))
+
+
+def test_volume_and_imbalance_are_the_planners():
+    lengths = np.random.default_rng(3).integers(1, 60, 60)
+    run = run_of(64, 4, 2)
+    found = simulate(lengths, run=run, grid=grid_of(2, 8), methods=("tap",), windows=2, seed=None)
+    steps = pack_steps(lengths, run, windows=2, packing="sequential", seed=None)
+    plans = [
+        plan_pool(
+            step[at : at + 2],
+            context_parallel=2,
+            block_size=8,
+            head_shards=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=1,
+            bytes_per_element=2,
+            chunks=1,
+            sequence_length=64,
+        )
+        for step in steps
+        for at in (0, 2)
+    ]
+    (one,) = found.figures
+    assert one.bytes_moved == sum(plan.bytes_moved for plan in plans) / 4 > 0
+    assert one.busiest_bytes == max(plan.busiest_bytes for plan in plans)
+    assert one.intra_pool_imbalance == pytest.approx(sum(plan.imbalance for plan in plans) / 4)
+    assert one.worst_intra_pool_imbalance == max(plan.imbalance for plan in plans)
+
+
+@pytest.mark.parametrize("packing", ["sequential", "best_fit"])
+def test_every_document_stands_in_the_steps_once(packing):
+    lengths = [16] * 3 + [7] * 20 + [2] * 50 + [1] * 28
+    steps = pack_steps(lengths, run_of(16, 2, 2), windows=1000, packing=packing, seed=5)
+    sequences = [documents for step in steps for documents in step]
+    assert all(sum(documents) <= 16 for documents in sequences)
+    if packing == "sequential":
+        assert all(sum(documents) == 16 for documents in sequences)
+        assert len(sequences) == sum(lengths) // 16 // 2 * 2
+    else:
+        assert not Counter(n for documents in sequences for n in documents) - Counter(lengths)
+        assert sum(lengths) - sum(map(sum, sequences)) < 2 * 16
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_seed_others():
+    lengths = np.random.default_rng(0).integers(1, 100, 200)
+    settings: Any = {"run": run_of(64, 8, 4), "grid": grid_of((2, 4), 8)}
+    assert simulate(lengths, **settings) == simulate(lengths, **settings)
+    assert simulate(lengths, **settings).figures != simulate(lengths, **settings, seed=1).figures
+
+
+def test_chunks_share_a_plan_and_change_nothing_but_latency():
+    lengths = np.random.default_rng(1).integers(1, 100, 100)
+    ticks: list[tuple[int, int]] = []
+    both = simulate(
+        lengths,
+        run=run_of(64, 8, 4),
+        grid=grid_of(2, 8, chunks=(1, 2)),
+        methods=("libra",),
+        windows=2,
+        progress=lambda done, total: ticks.append((done, total)),
+    )
+    assert ticks == [(n, 8) for n in range(1, 9)]  # two windows of four pools
+    for one, chunks in zip(both.figures, (1, 2), strict=True):
+        alone = simulate(
+            lengths, run=run_of(64, 8, 4), grid=grid_of(2, 8, chunks=chunks), methods=("libra",), windows=2
+        )
+        assert alone.figures == (one,)
+    first, second = both.figures
+    assert first.bytes_moved == second.bytes_moved
+    assert first.mean_latency != second.mean_latency
+
+
+def test_without_overlap_libra_is_tap_with_vrsp():
+    lengths = np.random.default_rng(2).integers(1, 100, 100)
+    found = simulate(lengths, run=run_of(64, 8, 4), grid=grid_of(2, 8, chunks=1), methods=("tap_vrsp", "libra"))
+    placed, full = found.figures
+    assert dataclasses.replace(placed, method="libra") == full
+
+
+def test_the_choice_is_the_least_latency_and_says_what_half_and_double_would_give():
+    lengths = np.random.default_rng(4).lognormal(2, 1.5, 400).astype(int).clip(1, 64)
+    found = simulate(lengths, run=run_of(64, 16, 8), grid=grid_of((1, 2, 4, 8), 8), calibration=SLOW_KERNEL)
+    assert found.choice is not None
+    point = found.choice.point
+    swept = [one for one in found.figures if one.method == "libra"]
+    assert min(swept, key=lambda one: one.mean_latency).point == point
+    for size in (point.pool_size // 2, point.pool_size * 2):
+        assert (f"P={size} " in found.choice.reason) == (1 <= size <= 8)
+    alone = simulate(lengths, run=run_of(64, 16, 8), grid=grid_of(point.pool_size, 8), calibration=SLOW_KERNEL)
+    assert alone.choice is not None
+    assert alone.choice.reason.split(": ", 1)[1] == found.choice.reason.split(": ", 1)[1]
+
+
+def test_of_equals_the_smaller_pool_is_chosen():
+    found = simulate([8] * 32, run=run_of(16, 8, 4), grid=grid_of((4, 2), 4), methods=("libra",), windows=1)
+    assert found.choice is not None
+    assert found.choice.point.pool_size == 2
+
+
+def test_a_thousand_replicas_are_simulated_and_too_large_a_pool_is_left_out():
+    run = run_of(8, 1024, 1024, context_parallel=2)
+    found = simulate([8, 4, 4] * 600, run=run, grid=grid_of(8, 4), methods=("distca", "libra"), windows=1)
+    assert [one.method for one in found.figures] == ["libra"]
+    assert "2048 workers" in found.notes[0]
+    assert found.figures[0].inter_pool_imbalance < 0.01
+
+
+def test_a_window_limits_work():
+    run = run_of(16, 2, 2, window=2)
+    found = simulate([16] * 2, run=run, grid=grid_of(2, 4), windows=1, methods=("ulysses",), calibration=SLOW_KERNEL)
+    assert found.figures[0].mean_latency == pytest.approx(seconds((1 + 15 * 2) / 2))
+
+
+def test_windows_are_as_many_as_the_documents_suffice_for():
+    assert simulate([8] * 7, run=run_of(8, 2, 2), grid=grid_of(2, 4), methods=("ulysses",), windows=99).windows == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"global_batch": 6}, "global_batch=6"),
+        ({"pool_sizes": (2, 3)}, "pool_size=3 does not divide data_parallel=4; 1, 2 or 4 would fit"),
+        ({"head_shards": (2, 3)}, "head_shards=3 does not divide num_heads=4"),
+        ({"chunks": (2, 4)}, "chunks=4 does not divide the 2 query heads of a shard"),
+        ({"block_sizes": (4, 3)}, "block_size=3 does not divide the 8 rows"),
+        ({"pool_sizes": ()}, "pool_sizes: expected at least one number"),
+        ({"context_parallel": 8}, "context_parallel=8 does not divide num_heads=4"),
+        ({"num_kv_heads": 3}, "num_heads=4 is no multiple of num_kv_heads=3"),
+        ({"methods": ("libra", "magic")}, "no method is called 'magic'"),
+        ({"data_parallel": 0}, "data_parallel=0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_lengths_are_looked_at(changes, sentence):
+    run = {"sequence_length": 16, "global_batch": 8, "data_parallel": 4}
+    shape = {name: changes[name] for name in ("context_parallel", "num_kv_heads") if name in changes}
+    grid = {"pool_sizes": (2,), "head_shards": (2,), "block_sizes": (2,), "chunks": (2,)}
+    settings: Any = {
+        "run": SimulatedRun(
+            **run | {n: changes[n] for n in run if n in changes}, shape=dataclasses.replace(SHAPE, **shape)
+        ),
+        "grid": Grid(**grid | {n: changes[n] for n in grid if n in changes}),
+        "methods": changes.get("methods", METHODS),
+    }
+    with pytest.raises(ValueError, match=sentence):
+        check_simulation(**settings)
+    with pytest.raises(ValueError, match=sentence):
+        simulate([-1], **settings)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings", "sentence"),
+    [
+        ([8, -1], {}, "-1"),
+        ([], {}, "document lengths"),
+        ([8], {}, "the 1 documents fill 1 packed sequences of 8 tokens, fewer than the global_batch=2"),
+        ([9] * 9, {"packing": "best_fit"}, "9 tokens"),
+        ([8] * 9, {"packing": "tight"}, "packing='tight'"),
+        ([8] * 9, {"windows": 0}, "windows=0"),
+    ],
+)
+def test_documents_that_cannot_be_used_are_refused(lengths, settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        simulate(lengths, run=run_of(8, 2, 2), grid=grid_of(2, 4), **settings)
+
+
+class TestScaling:
+    POINT = GridPoint(pool_size=2, head_shards=2, block_size=4, chunks=2)
+
+    def test_even_documents_scale_perfectly(self):
+        scaled = scaling([8] * 16, run=run_of(16, 8, 1), point=self.POINT, data_parallel=(1, 2, 8), windows=1)
+        assert [(one.method, one.data_parallel) for one in scaled] == [
+            (method, degree) for degree in (1, 2, 8) for method in ("ulysses", "libra")
+        ]
+        assert [one.efficiency for one in scaled] == pytest.approx([1] * 6, rel=1e-3)
+        assert [one.speedup for one in scaled] == pytest.approx([1, 1, 2, 2, 8, 8], rel=1e-3)
+
+    def test_a_heavy_sequence_holds_ulysses_up(self):
+        scaled = scaling(
+            [16, *[1] * 48],
+            run=run_of(16, 4, 1),
+            point=self.POINT,
+            data_parallel=(4, 1),
+            methods=("ulysses",),
+            linear_seconds=3.0,
+            windows=1,
+            seed=None,
+            calibration=SLOW_KERNEL,
+        )
+        linear = 3 * 16 / 2
+        alone = seconds((136 + 3 * 16) / 2) + 4 * linear
+        together = seconds(136 / 2) + linear
+        assert [one.step_seconds for one in scaled] == pytest.approx([alone, together])
+        assert scaled[1].speedup == pytest.approx(alone / together)
+        assert scaled[1].efficiency == pytest.approx(alone / together / 4)
+
+    @pytest.mark.parametrize(
+        ("settings", "sentence"),
+        [
+            ({"data_parallel": ()}, "at least one degree"),
+            ({"data_parallel": (1, 3)}, "data_parallel=3"),
+            ({"linear_seconds": -1.0}, "linear_seconds=-1"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, settings, sentence):
+        asked = {"data_parallel": (1, 2), **settings}
+        with pytest.raises(ValueError, match=sentence):
+            scaling([8] * 16, run=run_of(16, 8, 1), point=self.POINT, **asked)
