@@ -10,16 +10,19 @@ Shape suffixes: `T` rows at home, `Tq` and `Tk` rows that the kernel is called o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.prepared_plan import PreparedPlan, prepare_plan
+from odb_libra_lightning.libra.segments import Segments
 from odb_libra_lightning.libra.transport import GroupTransport, Handle, Transport
 
 Remember = Literal["keep", "refetch"]
@@ -55,15 +58,25 @@ def libra_attention(
         The output of the rows at home, like `q`; 0 in rows of no document.
 
     Raises:
-        ValueError: tensors that do not match the plan or each other, a transport of another size.
+        TypeError: a plan, transport or kernel that is none.
+        ValueError: tensors that do not match the plan or each other, a transport of another size, an option that there
+            is not. Nothing has been sent then.
         RuntimeError: a worker that does not answer.
     """
+    workers = _workers(plan)
     if transport is None:
-        transport = _Alone() if _workers(plan) == 1 else GroupTransport()
+        transport = _Alone() if workers == 1 else GroupTransport()
+    if not isinstance(getattr(transport, "rank", None), int):
+        made = "expected a Transport, such as GroupTransport(process_group)"
+        raise TypeError(f"transport is a {type(transport).__name__}: {made}")
     prepared = plan if isinstance(plan, PreparedPlan) else prepare_plan(plan, transport.rank)
     _check(q, k, v, prepared, transport)
     if remember not in get_args(Remember):
         raise ValueError(f"remember={remember!r}: choose one of {', '.join(get_args(Remember))}")
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        raise ValueError(f"scale={scale!r}: expected a finite number, or None for head_dim ** -0.5")
+    if kernel is not None and not isinstance(kernel, str) and not hasattr(kernel, "backward"):
+        raise TypeError(f"kernel is a {type(kernel).__name__}: expected a name or an AttentionKernel")
     run = _Run(
         prepared=prepared,
         transport=transport,
@@ -71,7 +84,7 @@ def libra_attention(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         remember=remember,
     )
-    out: Tensor = _Attention.apply(q, k, v, run)
+    out: Tensor = _Attention.apply(q, k, v, run)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -85,6 +98,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *held = ctx.saved_tensors
         return *ctx.run.backward(grad_out, q, k, v, _Held(*held)), None
@@ -92,6 +106,8 @@ class _Attention(torch.autograd.Function):
 
 class _Held(NamedTuple):
     """What backward needs besides the tensors at home. With `refetch` the first two are empty.
+
+    Where nothing of the pool travels they are too, and the others have all heads at once.
 
     Attributes:
         queries: received slabs, `[M, received, h_q / S * D]`.
@@ -140,6 +156,8 @@ class _Run:
     remember: Remember
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, _Held]:
+        if (segments := self.prepared.documents_at_home) is not None:
+            return self._forward_at_home(q, k, v, segments)
         plan, chunks = self.prepared, self.prepared.chunks
         index = plan.index(q.device)
         slabs, pairs = plan.slabs(q), plan.pairs(k, v)
@@ -162,10 +180,13 @@ class _Run:
         for m, transfer in enumerate(returning):
             out.index_copy_(0, index.sent + m, transfer.wait())
         if self.remember == "refetch":
-            held = held._replace(queries=held.queries[:, :0], keys=held.keys[:0])
+            # Of their own, for a slice would keep all of it.
+            held = held._replace(queries=q.new_empty(0), keys=q.new_empty(0))
         return out.view_as(q), held
 
     def backward(self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, held: _Held) -> tuple[Tensor, Tensor, Tensor]:
+        if (segments := self.prepared.documents_at_home) is not None:
+            return self._backward_at_home(grad_out, q, k, v, held, segments)
         plan, chunks = self.prepared, self.prepared.chunks
         index = plan.index(q.device)
         slabs, pairs, grad_slabs = plan.slabs(q), plan.pairs(k, v), plan.slabs(grad_out)
@@ -206,6 +227,21 @@ class _Run:
         for m, transfer in returning_keys:
             grads.add_returned(m, transfer.wait())
         return grad_q.view_as(q), *grads.result(k)
+
+    def _forward_at_home(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, _Held]:
+        """One call on the tensors as they are: nothing to gather, and no chunks where there is nothing to hide."""
+        rows, nothing = segments.query_starts[-1], q.new_empty(0)
+        out, lse = self.kernel.forward(q[:rows], k[:rows], v[:rows], segments, **self._mask())
+        return _with_padding(out, len(q)), _Held(nothing, nothing, out, lse)
+
+    def _backward_at_home(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, held: _Held, segments: Segments
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = segments.query_starts[-1]
+        dq, dk, dv = self.kernel.backward(
+            grad_out[:rows], q[:rows], k[:rows], v[:rows], held.out, held.lse, segments, **self._mask()
+        )
+        return _with_padding(dq, len(q)), _with_padding(dk, len(q)), _with_padding(dv, len(q))
 
     def _mask(self) -> dict[str, Any]:
         return {"causal": True, "scale": self.scale, "window": self.prepared.plan.layout.window}
@@ -297,6 +333,12 @@ class _KeyGradients:
         return dk, dv
 
 
+def _with_padding(rows: Tensor, count: int) -> Tensor:
+    """The rows, and after them as many of zeros as make `count`."""
+    padding = count - len(rows)
+    return torch.cat((rows, rows.new_zeros(padding, *rows.shape[1:]))) if padding else rows
+
+
 class _Done:
     def wait(self) -> None:
         """Nothing was sent."""
@@ -316,6 +358,8 @@ class _Alone:
 
 
 def _workers(plan: PoolPlan | PreparedPlan) -> int:
+    if not isinstance(plan, PoolPlan | PreparedPlan):
+        raise TypeError(f"plan is a {type(plan).__name__}: expected a PoolPlan or a PreparedPlan")
     return (plan.plan if isinstance(plan, PreparedPlan) else plan).num_workers
 
 
@@ -343,3 +387,5 @@ def _check(q: Tensor, k: Tensor, v: Tensor, prepared: PreparedPlan, transport: T
             f"q, k and v have one dtype and device: got {q.dtype} on {q.device}, {k.dtype} on {k.device} and "
             f"{v.dtype} on {v.device}"
         )
+    if not q.is_floating_point():
+        raise ValueError(f"q, k and v are {q.dtype}: expected a floating-point dtype")

@@ -69,6 +69,17 @@ class PreparedPlan:
         """What the kernel is called on."""
         return Segments(query_lengths=self.work.query_lengths, key_lengths=self.work.key_lengths)
 
+    @cached_property
+    def documents_at_home(self) -> Segments | None:
+        """The rows at home as segments for all heads at once, where nothing of the pool travels; None elsewhere.
+
+        Every worker then computes its own rows, in order, with no keys but their own, and the same for each head shard.
+        """
+        if self.moves_queries or len(self.plan.keys):
+            return None
+        lengths = self.work.query_lengths[: len(self.work.query_lengths) // self.plan.layout.head_shards]
+        return Segments(query_lengths=lengths, key_lengths=lengths)
+
     @property
     def moves_queries(self) -> bool:
         """Whether any worker of the pool sends queries."""
