@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.exchange_plan import Transfers
+from odb_libra_lightning.libra.kernel_segments import KernelSegments
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 
 Index = NDArray[np.int64]
@@ -86,17 +87,6 @@ class WorkerPlan:
     received_keys: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Segments:
-    """Segments of one worker in order of head shard and row; rows of the pool."""
-
-    shard: Index
-    start: Index
-    stop: Index
-    key_start: Index
-    query_at: Index  # first query in the kernel's queries
-
-
 def plan_worker(plan: PoolPlan, worker: int) -> WorkerPlan:
     """The part of a plan that one worker carries out.
 
@@ -110,7 +100,7 @@ def plan_worker(plan: PoolPlan, worker: int) -> WorkerPlan:
     layout, tiles = plan.layout, plan.tiles
     start, stop = tiles.home_start[worker : worker + 2].tolist()
     slices = layout.head_shards * layout.chunks
-    segments = _segments(plan, worker)
+    segments = plan.kernel_segments.of(worker)
 
     outgoing, incoming = plan.queries.source == worker, plan.queries.destination == worker
     row, head = _entries(plan, plan.queries, outgoing, shards=True)
@@ -137,33 +127,15 @@ def plan_worker(plan: PoolPlan, worker: int) -> WorkerPlan:
     )
 
 
-def _segments(plan: PoolPlan, worker: int) -> _Segments:
-    """Segments of a worker's tiles; those that continue one document in one head shard are one."""
-    tiles, layout = plan.tiles, plan.layout
-    shard_of_tile = plan.tile_worker.reshape(-1, layout.head_shards) == worker
-    shard, segment = np.nonzero(shard_of_tile.T[:, tiles.segment_block])
-    start, stop, key_start = tiles.segment_start[segment], tiles.segment_stop[segment], tiles.segment_key_start[segment]
-    fresh = np.ones(len(start), dtype=bool)
-    fresh[1:] = (shard[1:] != shard[:-1]) | (start[1:] != stop[:-1]) | (key_start[1:] == start[1:])
-    last = np.append(np.flatnonzero(fresh)[1:], len(start)) - 1 if len(start) else np.flatnonzero(fresh)
-    shard, start, key_start, stop = shard[fresh], start[fresh], key_start[fresh], stop[last]
-    return _Segments(
-        shard=shard,
-        start=start,
-        stop=stop,
-        key_start=key_start,
-        query_at=np.cumsum(stop - start) - (stop - start),
-    )
-
-
-def _place(segments: _Segments, row: Index, shard: Index) -> Index:
+def _place(segments: KernelSegments, row: Index, shard: Index) -> Index:
     """Where query rows of head shards stand in the kernel's queries."""
     span = int(segments.stop.max()) + 1 if len(segments.stop) else 1
     at = np.searchsorted(segments.shard * span + segments.start, shard * span + row, side="right") - 1
-    return segments.query_at[at] + row - segments.start[at] if len(row) else row
+    rows = segments.stop - segments.start
+    return (np.cumsum(rows) - rows)[at] + row - segments.start[at] if len(row) else row
 
 
-def _key_chunks(plan: PoolPlan, worker: int, segments: _Segments) -> tuple[KeyChunk, ...]:
+def _key_chunks(plan: PoolPlan, worker: int, segments: KernelSegments) -> tuple[KeyChunk, ...]:
     layout, tiles, keys = plan.layout, plan.tiles, plan.keys
     start, stop = tiles.home_start[worker : worker + 2].tolist()
     outgoing, incoming = keys.source == worker, keys.destination == worker
