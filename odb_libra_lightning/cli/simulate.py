@@ -23,7 +23,7 @@ from odb_libra_lightning.libra.scaling import ScalingFigures, check_scaling, sca
 from odb_libra_lightning.libra.simulation_results import METHODS, Grid, Method, MethodFigures, SimulatedRun, Simulation
 from odb_libra_lightning.libra.simulator import Packing, check_simulation, simulate
 
-_WIDTH = 140  # of a table where stdout is no terminal
+_WIDTH = 100  # of lines where stdout is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +231,9 @@ def print_results(results: dict[str, Any]) -> None:
         console = Console(highlight=False, width=_WIDTH)
     run = found.run
     console.print(
-        f"{found.windows} optimizer steps of {run.global_batch} packed sequences of {run.sequence_length} tokens "
-        f"({found.documents} documents and pieces) on {run.data_parallel} x {run.shape.context_parallel} workers; "
-        "times are of one attention layer, forward and backward."
+        f"{found.windows} x {run.global_batch} packed sequences of {run.sequence_length:,} tokens "
+        f"({found.documents:,} documents and pieces) on {run.data_parallel} x {run.shape.context_parallel} workers. "
+        "Times are of one attention layer, forward and backward."
     )
     console.print(_table("Methods, at the chosen configuration", at_choice(found), found))
     swept = [one for one in found.figures if one.method == "libra"]
@@ -242,17 +242,15 @@ def print_results(results: dict[str, Any]) -> None:
     if results["scaling"]:
         console.print(_scaling_table(results["scaling"]))
     if found.choice is not None:
-        console.print(found.choice.reason)
-    console.print(f"Latencies are predicted, from: {results['calibration'].source}")
+        console.print(f"\n{found.choice.reason}")
+    console.print(f"\nLatencies are predicted, with figures that are {results['calibration'].source}.")
 
 
 def _table(title: str, rows: Sequence[MethodFigures], found: Simulation) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("method")
-    for name in ("P", "H", "B", "M"):
-        table.add_column(name, justify="right")
-    columns = ("inter-pool\nimbalance", "intra-pool\nmean", "intra-pool\nworst", "moved\nGiB", "busiest\nGiB")
-    for name in (*columns, "mean\nms", "worst\nms", "speed-up\nmean", "speed-up\nworst"):
+    table = _plain_table(title)
+    table.add_column("\nmethod")
+    numbers = ("\nP", "\nH", "\nB", "\nM", "inter-\npool", "intra\nmean", "intra\nworst", "moved\nGiB", "most\nGiB")
+    for name in (*numbers, "mean\nms", "worst\nms", "speed\nmean", "speed\nworst"):
         table.add_column(name, justify="right")
     base = next((one for one in found.figures if one.method == "ulysses"), None)
     chosen = found.choice.point if found.choice is not None else None
@@ -260,37 +258,44 @@ def _table(title: str, rows: Sequence[MethodFigures], found: Simulation) -> Tabl
         point = one.point
         cells = ["", "", "", ""]
         if point is not None:
-            cells = [str(number) for number in (point.pool_size, point.head_shards, point.block_size, point.chunks)]
-        speedups = ("", "")
+            block = f"{point.block_size // 1024}K" if point.block_size % 1024 == 0 else str(point.block_size)
+            cells = [str(point.pool_size), str(point.head_shards), block, str(point.chunks)]
+        imbalances = (one.inter_pool_imbalance, one.intra_pool_imbalance, one.worst_intra_pool_imbalance)
+        sizes = (one.bytes_moved / 2**30, one.busiest_bytes / 2**30, one.mean_latency * 1e3, one.worst_latency * 1e3)
+        speeds = ["", ""]
         if base is not None:
-            speedups = (
-                f"{base.mean_latency / one.mean_latency:.2f}x",
-                f"{base.worst_latency / one.worst_latency:.2f}x",
-            )
+            pairs = ((base.mean_latency, one.mean_latency), (base.worst_latency, one.worst_latency))
+            speeds = [f"{theirs / ours:.2f}x" for theirs, ours in pairs]
         table.add_row(
             one.method,
             *cells,
-            f"{one.inter_pool_imbalance:.2%}",
-            f"{one.intra_pool_imbalance:.2%}",
-            f"{one.worst_intra_pool_imbalance:.2%}",
-            f"{one.bytes_moved / 2**30:.2f}",
-            f"{one.busiest_bytes / 2**30:.3f}",
-            f"{one.mean_latency * 1e3:.2f}",
-            f"{one.worst_latency * 1e3:.2f}",
-            *speedups,
+            *(f"{share:.2%}" if share < 0.1 else f"{share:.1%}" for share in imbalances),
+            *map(_three_digits, sizes),
+            *speeds,
             style="bold" if one.method == "libra" and point == chosen else None,
         )
     return table
 
 
 def _scaling_table(scaled: Sequence[ScalingFigures]) -> Table:
-    table = Table(title="More replicas, the same batch", title_justify="left")
+    table = _plain_table("More replicas, the same batch")
     for name in ("method", "data parallel", "step ms", "speed-up", "efficiency"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for one in scaled:
-        numbers = (f"{one.step_seconds * 1e3:.1f}", f"{one.speedup:.2f}x", f"{one.efficiency:.1%}")
+        numbers = (_three_digits(one.step_seconds * 1e3), f"{one.speedup:.2f}x", f"{one.efficiency:.1%}")
         table.add_row(one.method, str(one.data_parallel), *numbers)
     return table
+
+
+def _plain_table(title: str) -> Table:
+    """A table without lines, so that all columns fit into 80 characters."""
+    return Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def _three_digits(number: float) -> str:
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def _check_files(options: SimulateOptions) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.calibration import Calibration
 from odb_libra_lightning.libra.latency import Seconds, exchange_seconds, kernel_seconds, pipeline_seconds
@@ -178,18 +177,22 @@ def pool_cost(plan: PoolPlan, *, chunks: int, first_worker: int, calibration: Ca
     forward = pool_kernel_seconds(plan, calibration)
     launch = np.where(forward > 0, calibration.launch_seconds, 0.0)
 
-    def exchanges(phase: Phase) -> list[float]:
-        return [
-            float(exchange_seconds(between, first_worker=first_worker, calibration=calibration).max())
-            for between in (_bytes_between(plan, phase, chunk) for chunk in range(chunks))
-        ]
+    def exchanges(*phases: Phase) -> list[float]:
+        """Seconds of the exchanges of each chunk, one after the other."""
+        seconds = []
+        for chunk in range(chunks):
+            between = (plan.elements(phase, chunk) * plan.layout.bytes_per_element for phase in phases)
+            each = (exchange_seconds(b, first_worker=first_worker, calibration=calibration).max() for b in between)
+            seconds.append(float(sum(each)))
+        return seconds
 
-    def pass_seconds(each: Seconds, dispatch: Phase, returned: Phase) -> float:
-        return pipeline_seconds(np.tile(each + launch, (chunks, 1)), exchanges(dispatch), exchanges(returned))
+    def pass_seconds(each: Seconds, dispatch: list[float], returned: list[float]) -> float:
+        return pipeline_seconds(np.tile(each + launch, (chunks, 1)), dispatch, returned)
 
+    queries, outputs = exchanges("queries"), exchanges("outputs")
     return AttentionCost(
-        seconds=pass_seconds(forward, "dispatch", "return")
-        + pass_seconds(forward * calibration.backward_ratio, "backward_dispatch", "backward_return"),
+        seconds=pass_seconds(forward, exchanges("queries", "keys"), outputs)
+        + pass_seconds(forward * calibration.backward_ratio, queries, exchanges("outputs", "key_gradients")),
         bytes_moved=plan.bytes_moved,
         busiest_bytes=plan.busiest_bytes,
     )
@@ -200,21 +203,13 @@ def pool_kernel_seconds(plan: PoolPlan, calibration: Calibration) -> Seconds:
 
     A segment is priced by its own rows and by the heads of the call, `h_q / (H M)`.
     """
-    tiles, layout = plan.tiles, plan.layout
-    seen = tiles.segment_key_start
-    pairs = causal_pairs(tiles.segment_start - seen, tiles.segment_stop - seen, window=layout.window)
-    segments = kernel_seconds(
-        pairs,
-        tiles.segment_stop - tiles.segment_start,
+    layout, segments = plan.layout, plan.kernel_segments
+    start, stop = segments.start - segments.key_start, segments.stop - segments.key_start
+    seconds = kernel_seconds(
+        causal_pairs(start, stop, window=layout.window),
+        stop - start,
         heads=layout.shard_heads // layout.chunks,
         head_dim=layout.head_dim,
         calibration=calibration,
     )
-    blocks = np.bincount(tiles.segment_block, segments, len(tiles.block_start))
-    tiles_seconds = np.repeat(blocks, layout.head_shards)
-    return np.bincount(plan.tile_worker, tiles_seconds, plan.num_workers).astype(np.float64)
-
-
-def _bytes_between(plan: PoolPlan, phase: Phase, chunk: int) -> NDArray[np.int64]:
-    """Bytes of a phase between home and worker, `[home, worker]`: an exchange homewards takes as long as the other."""
-    return plan._elements(phase, chunk) * plan.layout.bytes_per_element
+    return np.bincount(segments.worker, seconds, plan.num_workers).astype(np.float64)

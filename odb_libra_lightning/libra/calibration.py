@@ -144,14 +144,12 @@ def _sequence(name: str, value: Any) -> tuple[Any, ...]:
 _ROWS = tuple(2**k for k in range(6, 16))
 _HEADS = (1, 2, 4, 8, 16, 32)
 
+# 400 TFLOP/s is 40 % of the 989 in dense bf16 of the H100 SXM's data sheet, 350 GB/s 78 % of NVLink's 450 in one
+# direction, 45 GB/s 90 % of a network card of 400 Gb/s for each GPU. The efficiency rows / (rows + 256) * heads /
+# (heads + 1/8) and the fixed costs are guesses: kernels work in squares of 128 rows, half wasted on the diagonal, and
+# the Libra paper finds that short blocks cost more than few heads (its figure 5).
 DEFAULT_CALIBRATION = Calibration(
-    source=(
-        "assumed, not measured: a cluster like H100 SXM. 400 TFLOP/s is 40 % of the data sheet's 989 in dense bf16; "
-        "350 GB/s is 78 % of NVLink's 450 a direction; 45 GB/s is 90 % of a 400 Gb/s network card for each GPU. The "
-        "efficiency rows / (rows + 256) * heads / (heads + 1/8) and the fixed costs are guesses: kernels work in "
-        "squares of 128 rows, half wasted on the diagonal, and the Libra paper finds that short blocks cost more than "
-        "few heads (its figure 5)."
-    ),
+    source="assumed, not measured: like H100 SXM, 400 TFLOP/s, NVLink 350 GB/s, network 45 GB/s a GPU",
     peak_flops=400e12,
     efficiency_rows=_ROWS,
     efficiency_heads=_HEADS,

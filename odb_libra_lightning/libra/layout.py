@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
+from numbers import Integral
 from typing import Literal, get_args
 
 Placement = Literal["home_first", "paper"]
@@ -67,15 +68,17 @@ class PoolLayout:
     sequence_length: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("context_parallel", "block_size", "head_shards", "num_heads", "num_kv_heads", "head_dim"):
-            _check_count(name, getattr(self, name))
-        for name in ("bytes_per_element", "chunks"):
-            _check_count(name, getattr(self, name))
-        for name in ("window", "sequence_length"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
-        if not (math.isfinite(self.tau) and self.tau >= 0):
-            raise ValueError(f"tau={self.tau}: the share above the mean load is a finite number of at least 0")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("int", "int | None") and value is not None:
+                object.__setattr__(self, field.name, _count(field.name, value))
+        try:
+            tau = float(self.tau)
+        except (TypeError, ValueError):
+            tau = math.nan
+        if not (math.isfinite(tau) and tau >= 0):
+            raise ValueError(f"tau={self.tau!r}: the share above the mean load is a finite number of at least 0")
+        object.__setattr__(self, "tau", tau)  # 0 and 0.0 are one plan
         for name, values in (("placement", get_args(Placement)), ("fetch", get_args(Fetch))):
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(values)}")
@@ -168,7 +171,7 @@ def check_degrees(
         ValueError: a degree that does not fit the others; the sentence says which would.
     """
     for name, value in list(locals().items()):
-        _check_count(name, value)
+        _count(name, value)
     if data_parallel % pool_size:
         raise ValueError(
             f"pool_size={pool_size} does not divide data_parallel={data_parallel}; "
@@ -195,9 +198,10 @@ def check_degrees(
         )
 
 
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+    return int(value)
 
 
 def _divisors(number: int) -> list[int]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.exchange_plan import Transfers, key_transfers, query_transfers
+from odb_libra_lightning.libra.kernel_segments import KernelSegments, kernel_segments
 from odb_libra_lightning.libra.layout import Fetch, Placement, PoolLayout
 from odb_libra_lightning.libra.tile_placement import place_tiles
 from odb_libra_lightning.libra.tiles import (
@@ -32,7 +33,7 @@ from odb_libra_lightning.libra.tiles import (
 # load to stay within tau of the mean; more would only cost time.
 _MOST_HALVINGS = 5
 
-Phase = Literal["dispatch", "return", "backward_dispatch", "backward_return"]
+Phase = Literal["queries", "keys", "outputs", "key_gradients"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,6 +53,13 @@ class PoolPlan:
     tile_worker: NDArray[np.int32]
     queries: Transfers
     keys: Transfers
+
+    def __post_init__(self) -> None:
+        # What is computed from them is computed once.
+        for part in (self.tiles, self.queries, self.keys):
+            for field in fields(part):
+                getattr(part, field.name).setflags(write=False)
+        self.tile_worker.setflags(write=False)
 
     @property
     def num_workers(self) -> int:
@@ -78,6 +86,11 @@ class PoolPlan:
     def imbalance(self) -> float:
         """Largest load over mean load, minus 1."""
         return float(self.worker_load.max() / self.worker_load.mean() - 1)
+
+    @cached_property
+    def kernel_segments(self) -> KernelSegments:
+        """What the kernel of every worker is called on."""
+        return kernel_segments(self.tiles, self.tile_worker)
 
     @cached_property
     def sent_bytes(self) -> NDArray[np.int64]:
@@ -111,8 +124,8 @@ class PoolPlan:
 
         Args:
             worker: number of the worker in its pool.
-            phase: `dispatch` (Q, K, V to where they are computed on), `return` (the output home),
-                `backward_dispatch` (the output's gradient) or `backward_return` (gradients of Q, K and V home).
+            phase: `queries`: Q from home to the worker that computes, in backward the output's gradient. `keys`: K and
+                V likewise. `outputs`: the output home, in backward Q's gradient. `key_gradients`: K's and V's home.
             chunk: which of the `M` slices of the heads. A KV head goes with the first chunk that reads it, and its
                 gradient comes back with the last.
 
@@ -122,12 +135,23 @@ class PoolPlan:
         for name, value, limit in (("worker", worker, self.num_workers), ("chunk", chunk, self.layout.chunks)):
             if not 0 <= value < limit:
                 raise ValueError(f"{name}={value}: this plan has {limit}, numbered from 0")
+        elements = self.elements(phase, chunk)
+        return elements[worker].tolist(), elements[:, worker].tolist()
+
+    def elements(self, phase: Phase, chunk: int) -> NDArray[np.int64]:
+        """Elements that each worker sends each other one in a phase: `[sender, receiver]`. As in `split_sizes`."""
         if phase not in get_args(Phase):
             raise ValueError(f"phase={phase!r}: choose one of {', '.join(get_args(Phase))}")
-        homewards = phase in ("return", "backward_return")
-        elements = self._elements(phase, chunk)
-        send, receive = (elements.T, elements) if homewards else (elements, elements.T)
-        return send[worker].tolist(), receive[worker].tolist()
+        layout = self.layout
+        if phase in ("queries", "outputs"):
+            elements = self.queries.volume(self.num_workers) // layout.chunks * layout.head_dim
+        else:
+            at = 0 if phase == "keys" else -1
+            travels = np.array([chunks[at] == chunk for chunks in layout.kv_head_chunks])
+            before = np.concatenate([[0], np.cumsum(travels)])
+            heads = before[self.keys.head_stop] - before[self.keys.head_start]
+            elements = 2 * self.keys.volume(self.num_workers, heads) * layout.head_dim
+        return elements.T if phase in ("outputs", "key_gradients") else elements
 
     @cached_property
     def _forward_volume(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -135,17 +159,9 @@ class PoolPlan:
         queries = self.queries.volume(self.num_workers)
         return queries + 2 * self.keys.volume(self.num_workers), queries
 
-    def _elements(self, phase: Phase, chunk: int) -> NDArray[np.int64]:
-        """Elements that a phase carries between home and worker, whichever way: `[home, worker]`."""
-        layout = self.layout
-        queries = self.queries.volume(self.num_workers) // layout.chunks
-        if phase in ("return", "backward_dispatch"):
-            return queries * layout.head_dim
-        at = 0 if phase == "dispatch" else -1
-        travels = np.array([chunks[at] == chunk for chunks in layout.kv_head_chunks])
-        before = np.concatenate([[0], np.cumsum(travels)])
-        heads = before[self.keys.head_stop] - before[self.keys.head_start]
-        return (queries + 2 * self.keys.volume(self.num_workers, heads)) * layout.head_dim
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone: what is computed from them is computed again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def hash(self) -> str:

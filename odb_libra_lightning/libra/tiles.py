@@ -20,6 +20,8 @@ from odb_libra_lightning.libra.load import causal_pairs, checked_lengths
 
 Rows = NDArray[np.int64]
 
+_MOST_ROWS = 2**31 - 1  # transfers name rows of a sequence in int32
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoolTiles:
@@ -106,6 +108,10 @@ def lay_out(document_lengths_per_sequence: Sequence[Sequence[int]], layout: Pool
     first = np.concatenate([[0], np.cumsum(counts)])  # first document of each sequence
     tokens = np.diff(total[first])
     rows = tokens
+    if (layout.sequence_length or int(tokens.max())) > _MOST_ROWS:
+        raise ValueError(
+            f"a packed sequence of {layout.sequence_length or int(tokens.max())} rows: at most {_MOST_ROWS} would fit"
+        )
     if layout.sequence_length is not None:
         rows = np.full_like(tokens, layout.sequence_length)
         if (tokens > rows).any():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from odb_libra_lightning.cli import main
 from odb_libra_lightning.cli.length_sources import document_lengths
 from odb_libra_lightning.cli.simulate import SimulateOptions, parse_count
-from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION
+from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
 from odb_libra_lightning.libra.simulation_results import METHODS
 
 Run = Callable[..., tuple[int, str, str]]
@@ -62,6 +63,10 @@ def test_prints_tables_and_the_choice_and_writes_what_was_asked_for(odb_libra: R
         assert method in out
     assert "has the least predicted straggler latency" in " ".join(out.split())
     assert "assumed, not measured" in " ".join(out.split())
+    assert "…" not in out
+    tables = [line for line in out.splitlines() if line.startswith((*METHODS, "method"))]
+    assert len(tables) > len(METHODS) + 8
+    assert max(map(len, tables)) <= 80
     with files[0].open(newline="") as file:
         rows = list(csv.DictReader(file))
     # Libra and distca at 2 blocks x 2 chunks, tap and tap_vrsp at 2 blocks; all but distca at 2 pool sizes.
@@ -255,3 +260,17 @@ def test_the_command_has_every_option_of_the_simulation(odb_libra: Run):
     for field in dataclasses.fields(SimulateOptions):
         if field.name != "lengths":
             assert f"--{field.name.replace('_', '-')}" in out
+
+
+def test_the_page_shows_a_calibration_file_that_can_be_read(tmp_path: Path):
+    page = Path("docs/simulate.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "c.json").write_text(example)
+    assert Calibration.from_json(tmp_path / "c.json").peak_flops == DEFAULT_CALIBRATION.peak_flops
+
+
+def test_the_page_names_every_option_and_method():
+    page = Path("docs/simulate.md").read_text(encoding="utf-8")
+    for field in dataclasses.fields(SimulateOptions):
+        assert field.name == "lengths" or f"--{field.name.replace('_', '-')}" in page
+    assert all(f"`{method}`" in page for method in METHODS)

@@ -260,7 +260,7 @@ def traffic(pool: Pool, tiles: list[Tile], tile_worker: list[int]) -> dict[tuple
     A KV head goes with the first chunk that reads it, in whichever shard, and its gradient comes back with the last.
     """
     shape = (pool.num_workers, pool.num_workers)
-    phases = ("dispatch", "return", "backward_dispatch", "backward_return")
+    phases = ("queries", "keys", "outputs", "key_gradients")
     counted = {(phase, m): np.zeros(shape, np.int64) for phase in phases for m in range(pool.chunks)}
     for tile, worker in zip(tiles, tile_worker, strict=True):
         home = int(pool.home_of[tile.sequence][tile.start])
@@ -268,15 +268,13 @@ def traffic(pool: Pool, tiles: list[Tile], tile_worker: list[int]) -> dict[tuple
             continue
         for head in pool.query_heads(tile):
             elements = len(pool.query_rows(tile)) * pool.head_dim
-            for phase in ("dispatch", "backward_dispatch"):
-                counted[phase, pool.chunk(head)][home, worker] += elements
-            for phase in ("return", "backward_return"):
-                counted[phase, pool.chunk(head)][worker, home] += elements
+            counted["queries", pool.chunk(head)][home, worker] += elements
+            counted["outputs", pool.chunk(head)][worker, home] += elements
     for worker in range(pool.num_workers):
         for sequence, row, *_, kv_head in fetched(pool, tiles, tile_worker, worker):
             home, chunks = int(pool.home_of[sequence][row]), pool.kv_chunks(kv_head)
-            counted["dispatch", chunks[0]][home, worker] += 2 * pool.head_dim
-            counted["backward_return", chunks[-1]][worker, home] += 2 * pool.head_dim
+            counted["keys", chunks[0]][home, worker] += 2 * pool.head_dim
+            counted["key_gradients", chunks[-1]][worker, home] += 2 * pool.head_dim
     return counted
 
 

@@ -30,6 +30,18 @@ class Vector(NamedTuple):
 Held = dict[Vector, Array]
 
 
+class Step(NamedTuple):
+    """A phase of a plan, and the tensors that it carries."""
+
+    phase: str
+    tensors: tuple[str, ...]
+
+
+PHASES = ("queries", "keys", "outputs", "key_gradients")
+FORWARD = (Step("queries", ("q",)), Step("keys", ("k", "v")), Step("outputs", ("o",)))
+BACKWARD = (Step("queries", ("do",)), Step("outputs", ("dq",)), Step("key_gradients", ("dk", "dv")))
+
+
 class Exchange:
     """All workers of a pool in one process: each holds vectors by name and gets others only through buffers."""
 
@@ -56,35 +68,36 @@ class Exchange:
                     if pool.document_of[sequence][row] >= 0:
                         home = pool.home_of[sequence][row]
                         self.held[home][Vector(name, sequence, row, head)] = values[row, head]
-        self.sent = {phase: np.zeros(pool.num_workers, np.int64) for phase in PHASES}
-        self.received = {phase: np.zeros(pool.num_workers, np.int64) for phase in PHASES}
+        self.sent = {step: np.zeros(pool.num_workers, np.int64) for step in FORWARD + BACKWARD}
+        self.received = {step: np.zeros(pool.num_workers, np.int64) for step in FORWARD + BACKWARD}
 
-    def all_to_all(self, phase: str, chunk: int) -> None:
+    def all_to_all(self, step: Step, chunk: int) -> None:
         """One chunk of one phase: pack by destination, cut by the splits, hand over, unpack by source."""
+        phase = step.phase
         workers, dim = range(self.pool.num_workers), self.pool.head_dim
         splits = [self.plan.split_sizes(worker, phase, chunk) for worker in workers]
         pieces: list[list[Array]] = []
         for i in workers:
             send = np.asarray(splits[i][0])
-            packed = [self.value(i, name) for j in workers for name in self.parcel(phase, chunk, i, j)]
+            packed = [self.value(i, name) for j in workers for name in self.parcel(step, chunk, i, j)]
             buffer = np.concatenate(packed) if packed else np.zeros(0)
             assert send.shape == (len(workers),), (phase, chunk, i)
             assert buffer.size == send.sum(), (phase, chunk, i)
             assert send[i] == 0, f"worker {i} sends to itself"
             pieces.append(np.split(buffer, np.cumsum(send)[:-1]))
-            self.sent[phase][i] += buffer.size
+            self.sent[step][i] += buffer.size
         for j in workers:
             receive = np.asarray(splits[j][1])
             for i in workers:
-                piece, names = pieces[i][j], self.parcel(phase, chunk, i, j)
+                piece, names = pieces[i][j], self.parcel(step, chunk, i, j)
                 assert piece.size == receive[i] == len(names) * dim, (phase, chunk, i, j)
-                self.received[phase][j] += piece.size
+                self.received[step][j] += piece.size
                 for name, value in zip(names, piece.reshape(-1, dim), strict=True):
-                    self.take(phase, i, j, name, value)
+                    self.take(step, j, name, value)
 
-    def take(self, phase: str, source: int, worker: int, name: Vector, value: Array) -> None:
+    def take(self, step: Step, worker: int, name: Vector, value: Array) -> None:
         """Keep what arrived; nothing may arrive twice."""
-        if phase == "backward_return":
+        if step in BACKWARD[1:]:
             self.gradients[worker].append((name, value))
             return
         assert name.copy == 0 or not self.pool.share_kv_heads, f"{name} reached worker {worker} twice"
@@ -92,26 +105,22 @@ class Exchange:
         assert name not in self.held[worker], f"{name} was sent to worker {worker}, which has it"
         self.arrived[worker][name] = self.held[worker][name] = value
 
-    def parcel(self, phase: str, chunk: int, source: int, destination: int) -> list[Vector]:
+    def parcel(self, step: Step, chunk: int, source: int, destination: int) -> list[Vector]:
         """What one worker sends another, as the plan's ranges say."""
-        outwards = phase in ("dispatch", "backward_dispatch")
+        outwards = step.phase in ("queries", "keys")
         home, worker = (source, destination) if outwards else (destination, source)
-        tensors = {
-            "dispatch": ("q", "k", "v"),
-            "return": ("o",),
-            "backward_dispatch": ("do",),
-            "backward_return": ("dq", "dk", "dv"),
-        }[phase]
-        names = [
-            Vector(tensors[0], sequence, row, head)
-            for sequence, row, head in entries(self.plan.queries, home, worker)
-            if self.pool.chunk(head) == chunk
-        ]
+        if step.phase in ("queries", "outputs"):
+            return [
+                Vector(step.tensors[0], sequence, row, head)
+                for sequence, row, head in entries(self.plan.queries, home, worker)
+                if self.pool.chunk(head) == chunk
+            ]
+        names: list[Vector] = []
         times = Counter[tuple[int, int, int]]()
-        for entry in entries(self.plan.keys, home, worker) if tensors[1:] else []:
+        for entry in entries(self.plan.keys, home, worker):
             chunks = self.pool.kv_chunks(entry[-1])
             if chunks[0 if outwards else -1] == chunk:
-                names += [Vector(tensor, *entry, times[entry]) for tensor in tensors[1:]]
+                names += [Vector(tensor, *entry, times[entry]) for tensor in step.tensors]
                 times[entry] += 1
         return names
 
@@ -124,17 +133,18 @@ class Exchange:
     def forward(self) -> None:
         """Dispatch a chunk, compute it from what is there by then, return it."""
         for chunk in range(self.pool.chunks):
-            self.all_to_all("dispatch", chunk)
+            self.all_to_all(FORWARD[0], chunk)
+            self.all_to_all(FORWARD[1], chunk)
             for tile, worker, row, head in self.queries(chunk):
                 q, k, v, _ = self.gather(tile.sequence, row, head, worker)
                 weight = np.exp(k @ q)
                 self.held[worker][Vector("o", tile.sequence, row, head)] = weight / weight.sum() @ v
-            self.all_to_all("return", chunk)
+            self.all_to_all(FORWARD[2], chunk)
 
     def backward(self) -> None:
         """The same with gradients; those of keys and values are summed where they arise, then at home."""
         for chunk in range(self.pool.chunks):
-            self.all_to_all("backward_dispatch", chunk)
+            self.all_to_all(BACKWARD[0], chunk)
             for tile, worker, row, head in self.queries(chunk):
                 q, k, v, rows = self.gather(tile.sequence, row, head, worker)
                 d_out = self.held[worker][Vector("do", tile.sequence, row, head)]
@@ -144,7 +154,8 @@ class Exchange:
                     for tensor, gradient in (("dk", gradient_k), ("dv", gradient_v)):
                         name = Vector(tensor, tile.sequence, at, self.pool.kv_head(head))
                         self.held[worker][name] = self.held[worker].get(name, 0) + gradient
-            self.all_to_all("backward_return", chunk)
+            self.all_to_all(BACKWARD[1], chunk)
+            self.all_to_all(BACKWARD[2], chunk)
 
     def queries(self, chunk: int) -> Iterator[tuple[Tile, int, int, int]]:
         """All (tile, worker, row, query head) of a chunk."""
@@ -190,9 +201,6 @@ class Exchange:
                 if name.tensor == tensor:
                     found[name.sequence][name.row, name.head] += value
         return found
-
-
-PHASES = ("dispatch", "return", "backward_dispatch", "backward_return")
 
 
 def entries(ranges: Any, source: int, destination: int) -> Iterator[tuple[int, int, int]]:

@@ -11,9 +11,7 @@ import pytest
 from odb_libra_lightning.libra.pool_plan import PoolPlan, plan_pool
 from tests.libra.oracles import HEADS, Pool, fetched, random_pool, tiles_of, traffic
 from tests.libra.plans import blocks_of, plan_of
-from tests.libra.simulated_exchange import PHASES, Exchange, dense_attention, entries
-
-FORWARD, BACKWARD = PHASES[:2], PHASES[2:]
+from tests.libra.simulated_exchange import BACKWARD, FORWARD, PHASES, Exchange, dense_attention, entries
 
 
 def counted_ranges(pool: Pool, plan: PoolPlan) -> tuple[list[Any], list[Any]]:
@@ -91,8 +89,10 @@ def test_split_sizes_and_bytes_are_the_counted_ones(seed: int):
                 send, receive = plan.split_sizes(worker, phase, chunk)
                 assert np.asarray(send).tolist() == elements[worker].tolist(), (phase, chunk, worker, pool)
                 assert np.asarray(receive).tolist() == elements[:, worker].tolist(), (phase, chunk, worker, pool)
-        forward = sum(elements for (phase, _), elements in counted.items() if phase in FORWARD)
-        backward = sum(elements for (phase, _), elements in counted.items() if phase in BACKWARD)
+        forward, backward = (
+            sum(counted[step.phase, chunk] for step in steps for chunk in range(pool.chunks))
+            for steps in (FORWARD, BACKWARD)
+        )
         assert plan.sent_bytes.tolist() == (forward.sum(axis=1) * pool.bytes_per_element).tolist(), pool
         assert plan.received_bytes.tolist() == (forward.sum(axis=0) * pool.bytes_per_element).tolist(), pool
         assert plan.bytes_moved == int(forward.sum()) * pool.bytes_per_element, pool
@@ -114,11 +114,11 @@ def exchanged(pool: Pool) -> None:
         for ours, dense in zip(exchange.at_home(name), expected, strict=True):
             np.testing.assert_allclose(ours, dense, rtol=0, atol=1e-12, err_msg=f"{name} of {pool}")
     size = pool.bytes_per_element
-    sent = sum(exchange.sent[phase] for phase in FORWARD) * size
-    received = sum(exchange.received[phase] for phase in FORWARD) * size
+    sent = sum(exchange.sent[step] for step in FORWARD) * size
+    received = sum(exchange.received[step] for step in FORWARD) * size
     assert sent.tolist() == plan.sent_bytes.tolist()
     assert received.tolist() == plan.received_bytes.tolist()
-    assert plan.bytes_moved == sum(int(exchange.sent[phase].sum()) for phase in BACKWARD) * size
+    assert plan.bytes_moved == sum(int(exchange.sent[step].sum()) for step in BACKWARD) * size
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -255,8 +255,9 @@ def test_a_hand_counted_exchange():
     # Queries 2 to worker 0 and 0 to worker 1; key 2 to worker 0; keys 0 and 1 to worker 1.
     assert listed(pool, plan.queries) == [(0, 1, 0, 0, 0), (1, 0, 0, 2, 0)]
     assert listed(pool, plan.keys) == [(0, 1, 0, 0, 0), (0, 1, 0, 1, 0), (1, 0, 0, 2, 0)]
-    assert [np.asarray(sizes).tolist() for sizes in plan.split_sizes(0, "dispatch", 0)] == [[0, 5], [0, 3]]
-    assert [np.asarray(sizes).tolist() for sizes in plan.split_sizes(0, "return", 0)] == [[0, 1], [0, 1]]
+    assert [np.asarray(sizes).tolist() for sizes in plan.split_sizes(0, "queries", 0)] == [[0, 1], [0, 1]]
+    assert [np.asarray(sizes).tolist() for sizes in plan.split_sizes(0, "keys", 0)] == [[0, 4], [0, 2]]
+    assert [np.asarray(sizes).tolist() for sizes in plan.split_sizes(0, "outputs", 0)] == [[0, 1], [0, 1]]
     assert plan.sent_bytes.tolist() == [6, 4]
     assert plan.received_bytes.tolist() == [4, 6]
     assert plan.bytes_moved == 10

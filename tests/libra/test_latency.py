@@ -349,12 +349,12 @@ class TestPool:
         np.testing.assert_allclose(seconds, 4 * 4 * plan.worker_load)
 
     def test_each_segment_is_priced_by_its_own_rows(self):
-        # One worker: rows 0-7 are a block of segments 3 and 5, rows 8-15 of 7 and 1.
+        # One worker: rows 0-7 and 8-15 are blocks, and the document of 12 that they cut is one segment again.
         plan = plan_pool([[3, 12, 1]], **self.LAYOUT | {"context_parallel": 1}, chunks=2, split_oversize=False)
         table = dataclasses.replace(
             SLOW_KERNEL, efficiency_rows=(1, 2, 4, 8), efficiency=tuple((share,) for share in (0.2, 0.4, 0.6, 0.8))
         )
-        pairs = {3: 6, 5: 15, 7: 78 - 15, 1: 1}
+        pairs = {3: 6, 12: 78, 1: 1}
         expected = sum(4 * 4 * 8 / 2 * n / table.efficiency_at([rows], 2)[0] for rows, n in pairs.items())
         assert pool_kernel_seconds(plan, table).tolist() == pytest.approx([expected])
 
@@ -363,7 +363,8 @@ class TestPool:
         plan = plan_pool(self.LENGTHS, **self.LAYOUT, chunks=1)
         cost = pool_cost(plan, chunks=1, first_worker=first_worker, calibration=SLOW_LINKS)
         expected = 0.0
-        for phase in ("dispatch", "return", "backward_dispatch", "backward_return"):
+        forward, backward = ("queries", "keys", "outputs"), ("queries", "outputs", "key_gradients")
+        for phase in (*forward, *backward):
             slowest = 0.0
             for worker in range(plan.num_workers):
                 for direction in plan.split_sizes(worker, phase, 0):
@@ -381,7 +382,7 @@ class TestPool:
         assert (cost.bytes_moved, cost.busiest_bytes) == (plan.bytes_moved, plan.busiest_bytes)
         sent = [0] * plan.num_workers
         chunked = plan_pool(self.LENGTHS, **self.LAYOUT, chunks=chunks)
-        for phase in ("dispatch", "return"):
+        for phase in ("queries", "keys", "outputs"):
             for chunk in range(chunks):
                 for worker in range(plan.num_workers):
                     sent[worker] += 2 * sum(chunked.split_sizes(worker, phase, chunk)[0])

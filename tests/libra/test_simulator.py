@@ -250,6 +250,27 @@ def test_a_thousand_replicas_are_simulated_and_too_large_a_pool_is_left_out():
     assert found.figures[0].inter_pool_imbalance < 0.01
 
 
+@pytest.mark.parametrize("method", ["ulysses", "ring", "tap", "libra"])
+def test_groups_stand_one_after_the_other_on_the_nodes(method):
+    # Of three replicas of two workers on nodes of three, the middle one crosses; there links are ten times as slow.
+    links = dataclasses.replace(SLOW_KERNEL, peak_flops=1e30, intra_node_beta=1.0, inter_node_beta=0.1)
+    latencies = [
+        simulate(
+            [16] * 3,
+            run=run_of(16, 3, 3),
+            grid=grid_of(1, 4),
+            methods=(method,),
+            windows=1,
+            calibration=dataclasses.replace(links, workers_per_node=workers_per_node),
+        )
+        .figures[0]
+        .mean_latency
+        for workers_per_node in (3, 6)
+    ]
+    assert latencies[1] > 0
+    assert latencies[0] == pytest.approx(10 * latencies[1])
+
+
 def test_a_window_limits_work():
     run = run_of(16, 2, 2, window=2)
     found = simulate([16] * 2, run=run, grid=grid_of(2, 4), windows=1, methods=("ulysses",), calibration=SLOW_KERNEL)
