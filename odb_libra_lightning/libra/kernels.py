@@ -1,0 +1,183 @@
+"""Which kernel computes attention over the segments of a worker, and what every such kernel promises.
+
+Kernels are not ours: each name in `KERNELS` stands for one that others wrote. An own one is registered by its name:
+
+    KERNELS["mine"] = MyKernel  # a class, or any function without arguments that returns an `AttentionKernel`
+    kernel_for(torch.device("cuda"), "mine")
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from odb_libra_lightning.libra.segments import Segments
+
+
+class AttentionKernel(Protocol):
+    """Exact attention over segments, forward and backward, without autograd."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        *,
+        causal: bool,
+        scale: float,
+        window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention of every segment's queries over its keys.
+
+        Args:
+            q: queries of all segments, [Tq, query heads, D].
+            k: keys of all segments, [Tk, KV heads, D]. KV heads divide query heads: query heads `g*i` to `g*(i+1) - 1`
+                use KV head `i`.
+            v: values, like `k`.
+            segments: runs of `q` and `k`. None at all: nothing is computed.
+            causal: causal attention, aligned to the bottom right of each segment.
+            scale: what scores are multiplied by.
+            window: under causal attention, how many keys a query sees at most, its own included; None: all.
+
+        Returns:
+            The output, [Tq, query heads, D] in the dtype of `q`, and the natural logarithm of the sum of the
+            exponentials of each query's scaled scores, [query heads, Tq], float32 (float64 where `q` is).
+
+        Raises:
+            ValueError: dtypes, devices or shapes do not fit each other, the segments or the kernel.
+        """
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        segments: Segments,
+        *,
+        causal: bool,
+        scale: float,
+        window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute gradients with respect to queries, keys and values.
+
+        `out` and `lse` may be those of a larger softmax of which these keys are a part: the gradients are then this
+        part's contributions, and those of all parts add up.
+
+        Args:
+            grad_out: gradient of `out`, like `out`.
+            q: as in `forward`.
+            k: as in `forward`.
+            v: as in `forward`.
+            out: what `forward` returned, or the output of the larger softmax.
+            lse: its log-sum-exp.
+            segments: as in `forward`.
+            causal: as in `forward`.
+            scale: as in `forward`.
+            window: as in `forward`.
+
+        Returns:
+            The gradients of `q`, `k` and `v`, each in its input's shape and dtype.
+
+        Raises:
+            ValueError: as in `forward`.
+        """
+
+
+def _cpu() -> AttentionKernel:
+    from odb_libra_lightning.libra.cpu_kernel import CpuKernel
+
+    return CpuKernel()
+
+
+def _flash_attn() -> AttentionKernel:
+    from odb_libra_lightning.libra.flash_kernels import FlashAttnKernel
+
+    return FlashAttnKernel()
+
+
+def _torch_flash() -> AttentionKernel:
+    if not torch.backends.cuda.is_flash_attention_available():
+        raise ValueError("the kernel 'torch_flash' needs a PyTorch built for CUDA with FlashAttention; this one is not")
+    from odb_libra_lightning.libra.flash_kernels import TorchFlashKernel
+
+    return TorchFlashKernel()
+
+
+KERNELS: dict[str, Callable[[], AttentionKernel]] = {
+    "cpu": _cpu,
+    "flash_attn": _flash_attn,
+    "torch_flash": _torch_flash,
+}
+"""What makes each kernel, by name."""
+
+
+def kernel_for(device: torch.device, name: str | None = None) -> AttentionKernel:
+    """Make the kernel of a name, or the one for a device.
+
+    Args:
+        device: where the tensors are.
+        name: a name in `KERNELS`. None: "cpu" on a CPU; on CUDA "flash_attn" where it is installed, else "torch_flash".
+
+    Raises:
+        ValueError: there is no such name, it is not installed, or no kernel is known for the device.
+    """
+    if name is None:
+        if device.type == "cpu":
+            name = "cpu"
+        elif device.type == "cuda":
+            name = "flash_attn" if importlib.util.find_spec("flash_attn") else "torch_flash"
+        else:
+            raise ValueError(f"no attention kernel is known for {device}; name one of {', '.join(sorted(KERNELS))}")
+    if name not in KERNELS:
+        raise ValueError(f"no attention kernel is called {name!r}; there are {', '.join(sorted(KERNELS))}")
+    return KERNELS[name]()
+
+
+def check_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+) -> None:
+    """Refuse tensors that do not fit each other or the segments.
+
+    Args:
+        q: queries, [Tq, query heads, D].
+        k: keys, [Tk, KV heads, D].
+        v: values, [Tk, KV heads, D].
+        segments: runs of `q` and `k`.
+        causal: whether attention is causal.
+        window: keys that a query sees at most.
+
+    Raises:
+        ValueError: says in one sentence what does not fit.
+    """
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.is_floating_point():
+        raise ValueError(f"q, k and v must be of a floating-point dtype, not {q.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, not {q.device}, {k.device} and {v.device}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise ValueError(f"q, k and v must be [tokens, heads, head_dim], not {shapes}")
+    if k.shape != v.shape or q.shape[2] != k.shape[2]:
+        raise ValueError(f"k and v must have one shape, and the head_dim of q, not {shapes}")
+    if k.shape[1] < 1 or q.shape[1] % k.shape[1] or q.shape[1] < 1 or q.shape[2] < 1:
+        raise ValueError(f"the number of query heads must be a multiple of that of KV heads, not {shapes}")
+    rows = segments.query_starts[-1], segments.key_starts[-1]
+    if rows != (q.shape[0], k.shape[0]):
+        raise ValueError(f"the segments have {rows[0]} queries and {rows[1]} keys, but the tensors are {shapes}")
+    if window is not None and (not causal or window < 1):
+        needs = "at least 1 key" if causal else "causal attention"
+        raise ValueError(f"a sliding window needs {needs}; it is {window}")
