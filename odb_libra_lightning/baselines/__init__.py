@@ -1,0 +1,9 @@
+"""What Libra is compared with: context-parallel attention that stays inside a replica.
+
+`ulysses_attention` and `ring_attention` compute what `libra_attention` does, on the same shards, from the same plan.
+"""
+
+from odb_libra_lightning.baselines.ring import ring_attention
+from odb_libra_lightning.baselines.ulysses import ulysses_attention
+
+__all__ = ["ring_attention", "ulysses_attention"]
