@@ -372,9 +372,9 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
     """Take a further part of a softmax into the rows of a piece: parts weigh as the sums of their exponentials."""
     rows, rows_lse = out[piece.query_start : piece.query_stop], lse[piece.query_start : piece.query_stop]
     further, further_lse = part[0].transpose(0, 1), part_lse[0].t()
-    total = torch.logaddexp(rows_lse, further_lse)
-    rows.mul_((rows_lse - total).exp_()[..., None]).addcmul_(further, (further_lse - total).exp_()[..., None])
-    rows_lse.copy_(total)
+    # Not exp(lse - total) for each part: where scores are large these would not add up to one.
+    rows.lerp_(further, (further_lse - rows_lse).sigmoid_()[..., None])
+    torch.logaddexp(rows_lse, further_lse, out=rows_lse)
 
 
 def _per_kv_head(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
