@@ -49,7 +49,7 @@ def libra_attention(
         transport: what carries rows between the workers; worker `w` of the plan is its rank `w`. None: all processes
             of `torch.distributed`, or this process alone where the plan has one worker.
         kernel: name of a kernel in `libra.kernels`, or a kernel; None: the best one of the device.
-        scale: factor of the scores; None: `head_dim ** -0.5`.
+        scale: factor of the scores, above 0; None: `head_dim ** -0.5`.
         remember: what backward does for queries and keys of other workers. `keep` holds them from forward, as many
             bytes as this worker received; `refetch` asks for them again, the same transfers once more. The output and
             log-sum-exp of what was computed here are held either way.
@@ -73,8 +73,9 @@ def libra_attention(
     _check(q, k, v, prepared, transport)
     if remember not in get_args(Remember):
         raise ValueError(f"remember={remember!r}: choose one of {', '.join(get_args(Remember))}")
-    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
-        raise ValueError(f"scale={scale!r}: expected a finite number, or None for head_dim ** -0.5")
+    # Kernels mask scores with minus infinity before they scale them, which below 0 makes it plus infinity.
+    if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        raise ValueError(f"scale={scale!r}: expected a finite number above 0, or None for head_dim ** -0.5")
     if kernel is not None and not isinstance(kernel, str) and not hasattr(kernel, "backward"):
         raise TypeError(f"kernel is a {type(kernel).__name__}: expected a name or an AttentionKernel")
     run = _Run(
