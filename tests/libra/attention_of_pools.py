@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +19,23 @@ from odb_libra_lightning.libra.transport import Handle, Transport
 from tests.libra.dense import dense_attention, documents_of_rows, home_starts, split
 from tests.libra.oracles import Pool
 
+Result = TypeVar("Result")
 Wrap = Callable[[ThreadTransport], Transport]
+
+
+# A document over three homes, many small ones, padding: tiles travel, and keys to several workers.
+POOL = Pool(
+    documents=((40, 3), (5, 5, 1, 20), (2,) * 21),
+    context_parallel=2,
+    block_size=4,
+    num_heads=8,
+    num_kv_heads=2,
+    head_shards=2,
+    chunks=2,
+    head_dim=4,
+    sequence_length=44,
+)
+LONE = dataclasses.replace(POOL, documents=((20, 3),), context_parallel=1)
 
 
 class Rows(NamedTuple):
@@ -65,20 +82,23 @@ def dense(pool: Pool, rows: Rows, *, scale: float | None = None) -> Results:
     return Results(out.detach(), *torch.autograd.grad(out, (q, k, v), rows.grad))
 
 
+def on_workers(pool: Pool, rows: Rows, function: Callable[[ThreadTransport, Rows], Result]) -> list[Result]:
+    """What a function returns on each worker, given its shard: queries, keys and values are leaves."""
+    starts = starts_of(pool)
+    shards = [split(each.detach().requires_grad_(each is not rows.grad), starts) for each in rows]
+    return run_workers(lambda t: function(t, Rows(*(each[t.rank] for each in shards))), pool.num_workers)
+
+
 def by_libra(
     pool: Pool, plan: PoolPlan, rows: Rows, *, wrap: Wrap = lambda transport: transport, **options: Any
 ) -> Results:
     """Results of all workers together; `wrap` makes the transport that each of them uses."""
-    starts = starts_of(pool)
-    shards = [split(each.detach().requires_grad_(), starts) for each in rows[:3]]
 
-    def work(transport: ThreadTransport) -> Results:
-        q, k, v = (each[transport.rank] for each in shards)
-        start, stop = starts[transport.rank : transport.rank + 2]
-        out = libra_attention(q, k, v, plan, transport=wrap(transport), **options)
-        return Results(out.detach(), *torch.autograd.grad(out, (q, k, v), rows.grad[start:stop]))
+    def work(transport: ThreadTransport, rows: Rows) -> Results:
+        out = libra_attention(rows.q, rows.k, rows.v, plan, transport=wrap(transport), **options)
+        return Results(out.detach(), *torch.autograd.grad(out, rows[:3], rows.grad))
 
-    return together(run_workers(work, pool.num_workers))
+    return together(on_workers(pool, rows, work))
 
 
 def together(results: Sequence[Results]) -> Results:
@@ -108,6 +128,12 @@ def with_placement(plan: PoolPlan, tile_worker: Sequence[int]) -> PoolPlan:
         queries=query_transfers(plan.tiles, placed, plan.layout),
         keys=key_transfers(plan.tiles, placed, plan.layout),
     )
+
+
+def anywhere(rng: random.Random, plan: PoolPlan) -> PoolPlan:
+    """The tiles of a plan on any workers, some of which may get none."""
+    workers = rng.sample(range(plan.num_workers), rng.randint(1, plan.num_workers))
+    return with_placement(plan, [rng.choice(workers) for _ in plan.tile_worker])
 
 
 class Recorded:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from odb_libra_lightning.libra.pool_plan import PoolPlan
+from odb_libra_lightning.libra.pool_plan import Phase, PoolPlan
 from odb_libra_lightning.libra.prepared_plan import PreparedPlan, prepare_plan
 from odb_libra_lightning.libra.worker_plan import WorkerPlan, plan_worker
 from tests.libra.attention_of_pools import with_placement
@@ -174,20 +175,16 @@ def test_splits_are_those_of_the_plan(seed: int) -> None:
             query, pair = pool.chunk_heads * pool.head_dim, 2 * pool.head_dim
             out, back = (np.array(each) * query for each in (work.sent_splits, work.received_splits))
             for chunk, keys in enumerate(work.keys):
-                right = {
-                    "dispatch": (
-                        out + np.array(keys.sent_splits) * pair,
-                        back + np.array(keys.received_splits) * pair,
-                    ),
-                    "return": (back, out),
-                    "backward_dispatch": (out, back),
-                    "backward_return": (
-                        back + np.array(keys.returned_splits) * pair,
-                        out + np.array(keys.added_splits) * pair,
-                    ),
+                sent, received = (np.array(each) * pair for each in (keys.sent_splits, keys.received_splits))
+                returned, added = (np.array(each) * pair for each in (keys.returned_splits, keys.added_splits))
+                right: dict[Phase, Any] = {
+                    "queries": (out, back),
+                    "outputs": (back, out),
+                    "keys": (sent, received),
+                    "key_gradients": (returned, added),
                 }
                 for phase, splits in right.items():
-                    assert plan.split_sizes(worker, phase, chunk) == tuple(each.tolist() for each in splits)  # type: ignore[arg-type]
+                    assert plan.split_sizes(worker, phase, chunk) == tuple(each.tolist() for each in splits)
 
 
 @SEEDS
