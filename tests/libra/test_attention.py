@@ -123,7 +123,8 @@ def test_rounding_of_bfloat16_does_not_grow_with_the_workers(seed: int) -> None:
             assert mine.dtype == torch.bfloat16
             found[workers, name] = error(mine, exact)
             assert found[workers, name] <= error(other, exact), (workers, name)
-            times = 1.1 if name in ("out", "dq") else 3**0.5
+            # Parts may be larger than their sum, and so what they are rounded by.
+            times = 1.1 if name in ("out", "dq") else 2.0
             assert found[workers, name] <= times * error(kernel, exact), (workers, name)
     for name in Results._fields:
         assert found[8, name] <= 1.2 * found[2, name], (name, found)
