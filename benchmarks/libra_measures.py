@@ -155,7 +155,7 @@ def placements(extent: Extent) -> Iterator[PlacementFigures]:
     for corpus in extent.corpora:
         for size in extent.batches:
             loads = [[attention_load(one) for one in corpus.step(size, seed)] for seed in range(extent.seeds)]
-            named = {"corpus": f"{corpus.mix}, {corpus.sequence_length:,}", "global_batch": size}
+            named: dict[str, Any] = {"corpus": f"{corpus.mix}, {corpus.sequence_length:,}", "global_batch": size}
             floors = [imbalance_floor(one, pool_size, outliers=size) for one in loads]
             bounds = {
                 "E[R]-1, equation 4": [expected_imbalance(one, pool_size) for one in loads],
@@ -222,7 +222,7 @@ def exchanges(extent: Extent) -> Iterator[ExchangeFigures]:
     for corpus, shards in cases:
         seeds = range(extent.plan_seeds)
         pools = [pool for seed in seeds for pool in corpus.pools(8, extent.batches[0], seed)]
-        named = {"corpus": f"{corpus}, H={shards}"}
+        named: dict[str, Any] = {"corpus": f"{corpus}, H={shards}"}
         base_total = base_busiest = 0.0
         for variant, options in VARIANTS.items():
             layout = corpus.layout(head_shards=shards, **(dict(PLAIN) | options))
