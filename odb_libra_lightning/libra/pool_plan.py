@@ -29,9 +29,9 @@ from odb_libra_lightning.libra.tiles import (
     load_ceiling,
 )
 
-# How often the largest tile is halved where some tile finds no room. Long-tailed documents need 0 to 4 for a worker's
-# load to stay within tau of the mean; more would only cost time.
-_MOST_HALVINGS = 5
+# Where some tile finds no room, all are cut to a quarter of the largest size and placed again, so often at the most.
+# Long-tailed documents need it once or twice for loads to stay within tau of the mean, and many not at all.
+_MOST_QUARTERINGS = 3
 
 Phase = Literal["queries", "keys", "outputs", "key_gradients"]
 
@@ -270,11 +270,11 @@ def _balance(documents: PoolDocuments, layout: PoolLayout) -> tuple[PoolTiles, N
     best = placement, tiles
     if layout.split_oversize and layout.placement == "home_first":
         ceiling = load_ceiling(tiles, layout)
-        for halvings in range(1, _MOST_HALVINGS + 1):
+        for quarterings in range(1, _MOST_QUARTERINGS + 1):
             if not placement.crowded.any():
                 break
             tiles = halve_blocks(tiles, placement.crowded, documents, layout)
-            tiles = halve_heavy(tiles, ceiling / 2**halvings, documents, layout)
+            tiles = halve_heavy(tiles, ceiling / 4**quarterings, documents, layout)
             placement = place_tiles(tiles, layout)
             if placement.heaviest < best[0].heaviest:
                 best = placement, tiles
