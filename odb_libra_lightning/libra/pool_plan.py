@@ -142,15 +142,7 @@ class PoolPlan:
         """Elements that each worker sends each other one in a phase: `[sender, receiver]`. As in `split_sizes`."""
         if phase not in get_args(Phase):
             raise ValueError(f"phase={phase!r}: choose one of {', '.join(get_args(Phase))}")
-        layout = self.layout
-        if phase in ("queries", "outputs"):
-            elements = self.queries.volume(self.num_workers) // layout.chunks * layout.head_dim
-        else:
-            at = 0 if phase == "keys" else -1
-            travels = np.array([chunks[at] == chunk for chunks in layout.kv_head_chunks])
-            before = np.concatenate([[0], np.cumsum(travels)])
-            heads = before[self.keys.head_stop] - before[self.keys.head_start]
-            elements = 2 * self.keys.volume(self.num_workers, heads) * layout.head_dim
+        elements = self._query_elements if phase in ("queries", "outputs") else self._key_elements(phase, chunk)
         return elements.T if phase in ("outputs", "key_gradients") else elements
 
     @cached_property
@@ -158,6 +150,26 @@ class PoolPlan:
         """Rows times heads from home to worker, both `[W, W]`: of Q, K and V; and of Q alone, as the output returns."""
         queries = self.queries.volume(self.num_workers)
         return queries + 2 * self.keys.volume(self.num_workers), queries
+
+    @cached_property
+    def _query_elements(self) -> NDArray[np.int64]:
+        """Elements of the queries of any chunk from home to worker."""
+        return self._forward_volume[1] // self.layout.chunks * self.layout.head_dim
+
+    def _key_elements(self, phase: Phase, chunk: int) -> NDArray[np.int64]:
+        """Elements of the keys and values of a chunk between home and worker, `[home, worker]`."""
+        key = phase, chunk
+        if key not in self._key_tables:
+            at = 0 if phase == "keys" else -1
+            travels = np.array([chunks[at] == chunk for chunks in self.layout.kv_head_chunks])
+            before = np.concatenate([[0], np.cumsum(travels)])
+            heads = before[self.keys.head_stop] - before[self.keys.head_start]
+            self._key_tables[key] = 2 * self.keys.volume(self.num_workers, heads) * self.layout.head_dim
+        return self._key_tables[key]
+
+    @cached_property
+    def _key_tables(self) -> dict[tuple[Phase, int], NDArray[np.int64]]:
+        return {}
 
     def __getstate__(self) -> dict[str, object]:
         """The fields alone: what is computed from them is computed again."""
