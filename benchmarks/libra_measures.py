@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from libra_windows import PLAIN, Corpus, Extent
@@ -16,7 +16,7 @@ from odb_libra_lightning.libra.attention_costs import pool_cost, pool_kernel_sec
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION
 from odb_libra_lightning.libra.exchange_bound import busiest_floor
 from odb_libra_lightning.libra.load import attention_load, expected_imbalance, imbalance_floor, pool_imbalance
-from odb_libra_lightning.libra.pool_plan import PoolPlan, layout_plan
+from odb_libra_lightning.libra.pool_plan import Phase, PoolPlan, layout_plan
 from odb_libra_lightning.libra.sequence_placement import PLACEMENTS, place_sequences
 
 Result = TypeVar("Result")
@@ -155,7 +155,7 @@ def placements(extent: Extent) -> Iterator[PlacementFigures]:
     for corpus in extent.corpora:
         for size in extent.batches:
             loads = [[attention_load(one) for one in corpus.step(size, seed)] for seed in range(extent.seeds)]
-            named = {"corpus": f"{corpus.mix}, {corpus.sequence_length:,}", "global_batch": size}
+            named: dict[str, Any] = {"corpus": f"{corpus.mix}, {corpus.sequence_length:,}", "global_batch": size}
             floors = [imbalance_floor(one, pool_size, outliers=size) for one in loads]
             bounds = {
                 "E[R]-1, equation 4": [expected_imbalance(one, pool_size) for one in loads],
@@ -211,7 +211,7 @@ def planning_times(extent: Extent) -> Iterator[TimeFigures]:
 
 def all_splits(plan: PoolPlan) -> None:
     """Split sizes of every collective of one worker."""
-    for phase in ("dispatch", "return", "backward_dispatch", "backward_return"):
+    for phase in get_args(Phase):
         for chunk in range(plan.layout.chunks):
             plan.split_sizes(0, phase, chunk)
 
@@ -222,7 +222,7 @@ def exchanges(extent: Extent) -> Iterator[ExchangeFigures]:
     for corpus, shards in cases:
         seeds = range(extent.plan_seeds)
         pools = [pool for seed in seeds for pool in corpus.pools(8, extent.batches[0], seed)]
-        named = {"corpus": f"{corpus}, H={shards}"}
+        named: dict[str, Any] = {"corpus": f"{corpus}, H={shards}"}
         base_total = base_busiest = 0.0
         for variant, options in VARIANTS.items():
             layout = corpus.layout(head_shards=shards, **(dict(PLAIN) | options))

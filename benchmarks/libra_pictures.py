@@ -268,7 +268,7 @@ def latency_by_pool_size(corpora: Sequence[Corpus], batch: int, windows: int) ->
 
 def draw(picture: Picture, folder: Path) -> Path:
     """Write `NAME.svg`; the same figures give the same file."""
-    style = {
+    style: dict[Any, Any] = {
         "font.size": 8.5,
         "svg.hashsalt": picture.name,
         "svg.fonttype": "path",

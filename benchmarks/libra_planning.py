@@ -127,8 +127,8 @@ def main() -> None:
             pictures.append(picture)
             print(f"drawn: {picture.name}", file=sys.stderr)
     if options.json:
-        rows = {kind: [asdict(row) for row in rows] for kind, rows in found.items()}
-        print(json.dumps({"machine": machine(), **rows, "pictures": [asdict(picture) for picture in pictures]}))
+        figures = {kind: [asdict(row) for row in rows] for kind, rows in found.items()}
+        print(json.dumps({"machine": machine(), **figures, "pictures": [asdict(picture) for picture in pictures]}))
         return
     console = Console(width=170, highlight=False)
     console.print(machine())

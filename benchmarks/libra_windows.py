@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from odb_libra_lightning.libra.sequence_placement import place_sequences
 
 Step = list[list[int]]  # document lengths of each packed sequence
 
-PLAIN = MappingProxyType(
+PLAIN: Mapping[str, Any] = MappingProxyType(
     {
         "placement": "paper",
         "fetch": "document",

@@ -29,9 +29,9 @@ from odb_libra_lightning.libra.tiles import (
     load_ceiling,
 )
 
-# How often the largest tile is halved where some tile finds no room. Long-tailed documents need 0 to 4 for a worker's
-# load to stay within tau of the mean; more would only cost time.
-_MOST_HALVINGS = 5
+# Where some tile finds no room, all are cut to a quarter of the largest size and placed again, so often at the most.
+# Long-tailed documents need it once or twice for loads to stay within tau of the mean, and many not at all.
+_MOST_QUARTERINGS = 3
 
 Phase = Literal["queries", "keys", "outputs", "key_gradients"]
 
@@ -142,15 +142,7 @@ class PoolPlan:
         """Elements that each worker sends each other one in a phase: `[sender, receiver]`. As in `split_sizes`."""
         if phase not in get_args(Phase):
             raise ValueError(f"phase={phase!r}: choose one of {', '.join(get_args(Phase))}")
-        layout = self.layout
-        if phase in ("queries", "outputs"):
-            elements = self.queries.volume(self.num_workers) // layout.chunks * layout.head_dim
-        else:
-            at = 0 if phase == "keys" else -1
-            travels = np.array([chunks[at] == chunk for chunks in layout.kv_head_chunks])
-            before = np.concatenate([[0], np.cumsum(travels)])
-            heads = before[self.keys.head_stop] - before[self.keys.head_start]
-            elements = 2 * self.keys.volume(self.num_workers, heads) * layout.head_dim
+        elements = self._query_elements if phase in ("queries", "outputs") else self._key_elements(phase, chunk)
         return elements.T if phase in ("outputs", "key_gradients") else elements
 
     @cached_property
@@ -158,6 +150,26 @@ class PoolPlan:
         """Rows times heads from home to worker, both `[W, W]`: of Q, K and V; and of Q alone, as the output returns."""
         queries = self.queries.volume(self.num_workers)
         return queries + 2 * self.keys.volume(self.num_workers), queries
+
+    @cached_property
+    def _query_elements(self) -> NDArray[np.int64]:
+        """Elements of the queries of any chunk from home to worker."""
+        return self._forward_volume[1] // self.layout.chunks * self.layout.head_dim
+
+    def _key_elements(self, phase: Phase, chunk: int) -> NDArray[np.int64]:
+        """Elements of the keys and values of a chunk between home and worker, `[home, worker]`."""
+        key = phase, chunk
+        if key not in self._key_tables:
+            at = 0 if phase == "keys" else -1
+            travels = np.array([chunks[at] == chunk for chunks in self.layout.kv_head_chunks])
+            before = np.concatenate([[0], np.cumsum(travels)])
+            heads = before[self.keys.head_stop] - before[self.keys.head_start]
+            self._key_tables[key] = 2 * self.keys.volume(self.num_workers, heads) * self.layout.head_dim
+        return self._key_tables[key]
+
+    @cached_property
+    def _key_tables(self) -> dict[tuple[Phase, int], NDArray[np.int64]]:
+        return {}
 
     def __getstate__(self) -> dict[str, object]:
         """The fields alone: what is computed from them is computed again."""
@@ -270,11 +282,11 @@ def _balance(documents: PoolDocuments, layout: PoolLayout) -> tuple[PoolTiles, N
     best = placement, tiles
     if layout.split_oversize and layout.placement == "home_first":
         ceiling = load_ceiling(tiles, layout)
-        for halvings in range(1, _MOST_HALVINGS + 1):
+        for quarterings in range(1, _MOST_QUARTERINGS + 1):
             if not placement.crowded.any():
                 break
             tiles = halve_blocks(tiles, placement.crowded, documents, layout)
-            tiles = halve_heavy(tiles, ceiling / 2**halvings, documents, layout)
+            tiles = halve_heavy(tiles, ceiling / 4**quarterings, documents, layout)
             placement = place_tiles(tiles, layout)
             if placement.heaviest < best[0].heaviest:
                 best = placement, tiles

@@ -53,7 +53,7 @@ def test_two_calls_and_a_pickle_give_the_same_plan():
         again = pickle.loads(pickle.dumps(plan))
         assert same(plan, again), pool
         for chunk in range(pool.chunks):
-            assert plan.split_sizes(0, "dispatch", chunk) == again.split_sizes(0, "dispatch", chunk)
+            assert plan.split_sizes(0, "keys", chunk) == again.split_sizes(0, "keys", chunk)
 
 
 def test_another_process_with_another_hash_seed_gives_the_same_plan():
