@@ -6,11 +6,21 @@ process.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+# How often a worker looks who else has come to a roll call.
+_LOOK_S = 0.05
 
 
 class Handle(Protocol):
@@ -45,11 +55,58 @@ class Transport(Protocol):
         """
 
 
-class GroupTransport:
-    """A process group of `torch.distributed`."""
+class LocalTransport:
+    """A worker alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    rank, size = 0, 1
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> Handle:
+        """Its own rows; see `Transport.all_to_all`."""
+        _check(self, output, input, output_splits, input_splits)
+        output.copy_(input)
+        return _Done()
+
+
+class GroupTransport:
+    """A process group of `torch.distributed`.
+
+    A transfer that fails makes `wait()` raise one sentence that names the workers that are missing. On gloo, the end of
+    a process breaks its connections at once, and a process that hangs runs into the time limit; whoever sees either
+    closes its own connections, so that all others come to see it too. Each then answers a roll call in the group's
+    store, and those that do not answer are the ones to name. After a failure the group is of no further use.
+
+    On NCCL `wait()` orders streams and does not block the host. There NCCL's watchdog ends the process after the
+    group's timeout, and says in which collective.
+
+    Args:
+        group: the group; None: all processes.
+        timeout: seconds that a transfer may take, the time included that other workers compute before they come to it;
+            None: the group's timeout. Not on NCCL, where that of the group is the only one.
+        roll_call_s: seconds that a failing worker gives the others to answer. One that computes for longer, and so
+            does not see that the transfer failed, is named as missing.
+
+    Raises:
+        ValueError: a timeout of its own on NCCL, or times that are not positive.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, timeout: float | None = None, roll_call_s: float = 5.0
+    ) -> None:
+        for name, value in (("timeout", timeout), ("roll_call_s", roll_call_s)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value}: expected seconds, more than 0")
+        if timeout is not None and dist.get_backend(group) == "nccl":
+            raise ValueError(f"timeout={timeout:g}: on NCCL only that of the group counts; give it where it is made")
+        self._group = dist.group.WORLD if group is None else group
+        self._timeout = timeout
+        self._roll_call_s = roll_call_s
+        self._failure: str | None = None
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -60,8 +117,114 @@ class GroupTransport:
         output_splits: Sequence[int],
         input_splits: Sequence[int],
     ) -> Handle:
-        """See `Transport.all_to_all`."""
-        work: Handle = dist.all_to_all_single(
-            output, input, list(output_splits), list(input_splits), group=self._group, async_op=True
-        )
-        return work
+        """See `Transport.all_to_all`.
+
+        Raises:
+            RuntimeError: a worker that does not answer; also from `wait()`.
+        """
+        _check(self, output, input, output_splits, input_splits)
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        options = dist.AllToAllOptions()
+        options.asyncOp = True
+        if self._timeout is not None:
+            options.timeout = timedelta(seconds=self._timeout)
+        assert self._group is not None
+        begin = time.monotonic()
+        try:
+            work = self._group.alltoall_base(output, input, list(output_splits), list(input_splits), options)
+        except RuntimeError as error:
+            raise self._failed(begin, error) from error
+        return _GroupHandle(transport=self, work=work, begin=begin)
+
+    def _failed(self, begin: float, cause: RuntimeError) -> RuntimeError:
+        """What to raise for a transfer that began at `begin`; the first time after a roll call."""
+        if self._failure is None:
+            waited = time.monotonic() - begin
+            assert self._group is not None
+            ranks = dist.get_process_group_ranks(self._group)
+            store = PrefixStore("libra/roll_call", _get_process_group_store(self._group))
+            absent = _RollCall(store, self.rank, self.size).absent(within=self._roll_call_s)
+            me = f"worker {self.rank} of {self.size} (global rank {ranks[self.rank]})"
+            if self.rank in absent:
+                self._failure = (
+                    f"{me}: the transfer failed after {waited:.1f} s and the group's store does not answer: "
+                    "global rank 0 or the launcher on its host, one of which holds it, has ended or hangs; its own "
+                    "output says why"
+                )
+            elif absent:
+                names = " and ".join(f"worker {worker} (global rank {ranks[worker]})" for worker in absent)
+                self._failure = (
+                    f"{me}: {names} did not answer, the transfer failed after {waited:.1f} s: the process has ended or "
+                    "hangs; the end of its own output says why, or where it still runs its stack does (py-spy dump)"
+                )
+            else:
+                self._failure = (
+                    f"{me}: the transfer failed after {waited:.1f} s though all workers answer: they have come to "
+                    "different transfers or send what others do not expect, one came later than the time limit, or "
+                    f"they cannot reach one another (on several networks set GLOO_SOCKET_IFNAME): {cause}"
+                )
+        return RuntimeError(self._failure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupHandle:
+    transport: GroupTransport
+    work: dist.Work
+    begin: float
+
+    def wait(self) -> None:
+        """See `Handle.wait`."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.transport._failed(self.begin, error) from error
+
+
+@dataclass(frozen=True)
+class _RollCall:
+    """Workers that have seen a failure find out who else has."""
+
+    store: Store
+    rank: int
+    size: int
+    _answered: set[int] = field(default_factory=set)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def absent(self, *, within: float) -> list[int]:
+        """Workers that do not answer; this one is among them if the store does not answer."""
+        # In a thread, since a store whose host is stopped keeps a call for ever.
+        thread = threading.Thread(target=self._call, name="odb-libra-roll-call", daemon=True)
+        thread.start()
+        thread.join(within)
+        self._over.set()
+        thread.join(4 * _LOOK_S)
+        return sorted(set(range(self.size)) - self._answered)
+
+    def _call(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has ended; who has answered by then, has
+            self.store.set(str(self.rank), "here")
+            while len(self._answered) < self.size and not self._over.is_set():
+                missing = set(range(self.size)) - self._answered
+                self._answered.update(worker for worker in missing if self.store.check([str(worker)]))
+                self._over.wait(_LOOK_S)
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing was sent."""
+
+
+def _check(
+    transport: Transport,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+) -> None:
+    """What a backend would refuse on this worker alone, while the others wait for it."""
+    for name, rows, splits in (("output", output, output_splits), ("input", input, input_splits)):
+        assert rows.is_contiguous(), f"{name} is not contiguous"
+        assert len(splits) == transport.size, f"{len(splits)} splits of {name} for {transport.size} workers"
+        assert sum(splits) == len(rows), f"splits of {name} add up to {sum(splits)}, it has {len(rows)} rows"
+    assert output.dtype == input.dtype, f"output is {output.dtype}, input {input.dtype}"
