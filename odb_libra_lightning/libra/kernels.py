@@ -8,6 +8,7 @@ Kernels are not ours: each name in `KERNELS` stands for one that others wrote. A
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Protocol
@@ -119,7 +120,7 @@ KERNELS: dict[str, Callable[[], AttentionKernel]] = {
 
 
 def kernel_for(device: torch.device, name: str | None = None) -> AttentionKernel:
-    """Make the kernel of a name, or the one for a device.
+    """The kernel of a name, or the one for a device; the same object each time.
 
     Args:
         device: where the tensors are.
@@ -137,7 +138,13 @@ def kernel_for(device: torch.device, name: str | None = None) -> AttentionKernel
             raise ValueError(f"no attention kernel is known for {device}; name one of {', '.join(sorted(KERNELS))}")
     if name not in KERNELS:
         raise ValueError(f"no attention kernel is called {name!r}; there are {', '.join(sorted(KERNELS))}")
-    return KERNELS[name]()
+    return _made(KERNELS[name])
+
+
+@functools.cache
+def _made(factory: Callable[[], AttentionKernel]) -> AttentionKernel:
+    """One kernel of each kind: what it remembers of segments serves all layers."""
+    return factory()
 
 
 def check_inputs(

@@ -20,6 +20,9 @@ class Segments:
     Attributes:
         query_lengths: queries of each segment, at least 1.
         key_lengths: keys of each segment, at least 1; where attention is causal, no fewer than its queries.
+
+    Raises:
+        ValueError: not as many of one as of the other, or a length below 1.
     """
 
     query_lengths: tuple[int, ...]
@@ -27,6 +30,13 @@ class Segments:
     _on_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def __post_init__(self) -> None:
+        if len(self.query_lengths) != len(self.key_lengths):
+            raise ValueError(f"{len(self.query_lengths)} runs of queries, and {len(self.key_lengths)} of keys")
+        for at, (queries, keys) in enumerate(zip(self.query_lengths, self.key_lengths, strict=True)):
+            if min(queries, keys) < 1:
+                raise ValueError(f"segment {at} has {queries} queries and {keys} keys; it needs at least 1 of each")
 
     def __len__(self) -> int:
         return len(self.query_lengths)

@@ -243,18 +243,15 @@ def test_any_layout_in_memory() -> None:
     _assert_close(_run(CpuKernel(), inputs, segments), _dense(inputs, segments, True, 0.25, None), 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("segments", "causal", "message"),
-    [
-        (_segments((3, 0)), False, "segment 0 has 3 queries and 0 keys"),
-        (_segments((1, 1), (0, 3)), False, "segment 1 has 0 queries and 3 keys"),
-        (_segments((4, 3)), True, "no more queries than keys"),
-    ],
-)
-def test_segments_without_keys_are_refused(segments: Segments, causal: bool, message: str) -> None:
-    """The operator ends the process where there are no keys."""
-    with pytest.raises(ValueError, match=message):
-        _run(CpuKernel(), _inputs(segments, (8, 2)), segments, causal)
+def test_segments_without_keys_or_queries_are_refused() -> None:
+    """Kernels end the process where there are no keys."""
+    with pytest.raises(ValueError, match="segment 0 has 3 queries and 0 keys"):
+        _segments((3, 0))
+    with pytest.raises(ValueError, match="segment 1 has 0 queries and 3 keys"):
+        _segments((1, 1), (0, 3))
+    segments = _segments((4, 3))
+    with pytest.raises(ValueError, match="no more queries than keys"):
+        _run(CpuKernel(), _inputs(segments, (8, 2)), segments, True)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
