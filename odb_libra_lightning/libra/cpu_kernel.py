@@ -93,14 +93,16 @@ def cut(segments: Segments, *, causal: bool, window: int | None) -> Iterator[Pie
         Pieces in order of the segments; together they hold each visible pair once. O(segments + rows / rows of a band).
 
     Raises:
-        ValueError: a segment has no query or no key, or causal attention has more queries than keys.
+        ValueError: causal attention has more queries than keys.
     """
     starts = zip(segments.query_starts, segments.key_starts, strict=True)
     lengths = zip(segments.query_lengths, segments.key_lengths, strict=True)
     for number, ((query, key), (queries, keys)) in enumerate(zip(starts, lengths, strict=False)):
-        if queries < 1 or keys < 1 or (causal and queries > keys):
-            need = "at least one of each" + (", and under causal attention no more queries than keys" if causal else "")
-            raise ValueError(f"segment {number} has {queries} queries and {keys} keys; it needs {need}")
+        if causal and queries > keys:
+            raise ValueError(
+                f"segment {number} has {queries} queries and {keys} keys; under causal attention it needs no more "
+                "queries than keys"
+            )
         whole = Piece(
             kind="full", query_start=query, query_stop=query + queries, key_start=key, key_stop=key + keys, whole=True
         )

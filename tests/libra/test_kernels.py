@@ -3,6 +3,7 @@
 import importlib.machinery
 import math
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from odb_libra_lightning.libra import kernels
 from odb_libra_lightning.libra.cpu_kernel import CpuKernel
 from odb_libra_lightning.libra.flash_kernels import FlashAttnKernel, TorchFlashKernel
 from odb_libra_lightning.libra.kernels import KERNELS, AttentionKernel, check_inputs, kernel_for
@@ -306,11 +308,18 @@ def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_for(torch.device("cuda"), "own") is own
 
 
+@pytest.fixture(autouse=True)
+def _no_kernel_of_another_test() -> Iterator[None]:
+    yield
+    kernels._made.cache_clear()
+
+
 def test_cuda_takes_flash_attn_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     assert isinstance(kernel_for(torch.device("cuda")), TorchFlashKernel)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    kernels._made.cache_clear()
     with pytest.raises(ValueError, match="needs a PyTorch built for CUDA"):
         kernel_for(torch.device("cuda"))
     monkeypatch.undo()
