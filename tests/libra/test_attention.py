@@ -95,27 +95,26 @@ def error(rows: Tensor, right: Tensor) -> float:
     return (rows.double() - right).square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_rounding_of_bfloat16_does_not_grow_with_the_workers(seed: int) -> None:
+@pytest.mark.parametrize("thrown", [False, True], ids=["planned", "thrown"])
+def test_rounding_of_bfloat16_does_not_grow_with_the_workers(thrown: bool) -> None:
     """Against attention by a mask, which rounds at every step, and against one call of the kernel, which rounds once.
 
-    What adds up to a key's gradient is rounded by the kernel, on its way home, and as a sum: three times at the most.
+    What adds up to a key's gradient is rounded by the kernel, on its way home, and as a sum. Parts may be larger than
+    their sum, and with them what they are rounded by, most of all where tiles are thrown on any worker.
     """
-    lengths = (70, 3, 100, 19, 1, 40, 23)
     found = {}
     for workers in (1, 2, 4, 8):
         pool = dataclasses.replace(
             POOL,
-            documents=(lengths,),
+            documents=((70, 3, 100, 19, 1, 40, 23),),
             context_parallel=workers,
             block_size=16,
             head_dim=16,
             sequence_length=None,
         )
-        rows = rows_of(pool, dtype=torch.bfloat16, seed=seed)
-        plan = plan_of(pool)
-        if workers > 1:  # as many tiles on the way as there can be
-            plan = anywhere(random.Random(seed), plan)
+        rows, plan = rows_of(pool, dtype=torch.bfloat16), plan_of(pool)
+        if thrown:
+            plan = anywhere(random.Random(0), plan)
         ours = by_libra(pool, plan, rows)
         right, masked = dense(pool, rows.to(torch.float64)), dense(pool, rows)
         bare = by_kernel(pool, rows)
@@ -123,11 +122,10 @@ def test_rounding_of_bfloat16_does_not_grow_with_the_workers(seed: int) -> None:
             assert mine.dtype == torch.bfloat16
             found[workers, name] = error(mine, exact)
             assert found[workers, name] <= error(other, exact), (workers, name)
-            # Parts may be larger than their sum, and so what they are rounded by.
             times = 1.1 if name in ("out", "dq") else 2.0
             assert found[workers, name] <= times * error(kernel, exact), (workers, name)
     for name in Results._fields:
-        assert found[8, name] <= 1.2 * found[2, name], (name, found)
+        assert found[8, name] <= 1.25 * found[2, name], (name, found)
 
 
 def by_kernel(pool: Pool, rows: Rows) -> Results:
