@@ -23,7 +23,7 @@ from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.prepared_plan import PreparedPlan, prepare_plan
 from odb_libra_lightning.libra.segments import Segments
-from odb_libra_lightning.libra.transport import GroupTransport, Handle, Transport
+from odb_libra_lightning.libra.transport import GroupTransport, Handle, LocalTransport, Transport
 
 Remember = Literal["keep", "refetch"]
 
@@ -65,7 +65,7 @@ def libra_attention(
     """
     workers = _workers(plan)
     if transport is None:
-        transport = _Alone() if workers == 1 else GroupTransport()
+        transport = LocalTransport() if workers == 1 else GroupTransport()
     if not isinstance(getattr(transport, "rank", None), int):
         made = "expected a Transport, such as GroupTransport(process_group)"
         raise TypeError(f"transport is a {type(transport).__name__}: {made}")
@@ -338,24 +338,6 @@ def _with_padding(rows: Tensor, count: int) -> Tensor:
     """The rows, and after them as many of zeros as make `count`."""
     padding = count - len(rows)
     return torch.cat((rows, rows.new_zeros(padding, *rows.shape[1:]))) if padding else rows
-
-
-class _Done:
-    def wait(self) -> None:
-        """Nothing was sent."""
-
-
-class _Alone:
-    """The transport of a single worker."""
-
-    rank, size = 0, 1
-
-    def all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle:
-        """A worker has nothing to tell itself."""
-        output.copy_(input)
-        return _Done()
 
 
 def _workers(plan: PoolPlan | PreparedPlan) -> int:

@@ -140,6 +140,8 @@ def _on_device(work: WorkerPlan, device: torch.device) -> PlanIndex:
 
     def layers(rows: Index, at: Index) -> Layers:
         """Split additions so that within a layer no row comes twice."""
+        if np.bincount(rows, minlength=1).max() <= 1:
+            return [(tensor(rows), tensor(at))]
         order = np.argsort(rows, kind="stable")
         ranked = rows[order]
         first = np.searchsorted(ranked, ranked)

@@ -161,12 +161,14 @@ def _key_chunks(plan: PoolPlan, worker: int, segments: KernelSegments) -> tuple[
     read_before: list[list[int]] = []
     for chunk in range(layout.chunks):
         read = _heads_read(plan, chunk)
-        width = len(read[0])
-        entry_row = np.repeat(key_row, width)
-        entry_head = np.array(read)[key_shard].ravel()
-        at_home = (entry_row >= start) & (entry_row < stop)
-        away = np.flatnonzero(~at_home)
-        here = np.flatnonzero(at_home)
+        if read != read_before:
+            width = len(read[0])
+            entry_row = np.repeat(key_row, width)
+            entry_head = np.array(read)[key_shard].ravel()
+            at_home = (entry_row >= start) & (entry_row < stop)
+            away, here = np.flatnonzero(~at_home), np.flatnonzero(at_home)
+            home = (entry_row[here] - start) * layout.num_kv_heads + entry_head[here]
+            remote = number_at(entry_row[away] * layout.num_kv_heads + entry_head[away])
         sent, received = first[home_head] == chunk, first[head] == chunk
         added, returned = last[home_head] == chunk, last[head] == chunk
         chunks.append(
@@ -175,9 +177,9 @@ def _key_chunks(plan: PoolPlan, worker: int, segments: KernelSegments) -> tuple[
                 sent_splits=_count(home_peer[sent], plan.num_workers),
                 received_splits=_count(peer[received], plan.num_workers),
                 heads=width,
-                home=(entry_row[here] - start) * layout.num_kv_heads + entry_head[here],
+                home=home,
                 home_at=here,
-                remote=number_at(entry_row[away] * layout.num_kv_heads + entry_head[away]),
+                remote=remote,
                 remote_at=away,
                 same_as_before=read == read_before,
                 returned=arrival[returned],
