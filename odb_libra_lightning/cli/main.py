@@ -121,7 +121,7 @@ def simulate_command(
     packing: Annotated[str, typer.Option(help="sequential, or best_fit: documents whole.")] = "sequential",
     methods: Annotated[
         str, typer.Option(help="Methods to compare, with commas.")
-    ] = "ulysses,ring,wlb,distca,tap,tap_vrsp,libra",
+    ] = "ulysses,ulysses_sorted,ring,wlb,distca,tap,tap_vrsp,libra",
     windows: Annotated[int, typer.Option(help="Optimizer steps to replay.")] = 4,
     documents: Annotated[int | None, typer.Option(help="Documents to take at most. Default: as needed.")] = None,
     column: Annotated[str | None, typer.Option(help="Field of a .jsonl or .parquet file.")] = None,

@@ -142,7 +142,7 @@ def run_simulation(options: SimulateOptions, *, notice: Callable[[str], None]) -
             run=run,
             point=found.choice.point,
             data_parallel=degrees,
-            methods=[method for method in ("ulysses", "libra") if method in methods],
+            methods=[method for method in ("ulysses", "ulysses_sorted", "libra") if method in methods],
             linear_seconds=options.linear_seconds,
             windows=options.windows,
             packing=packing,

@@ -17,6 +17,8 @@ from odb_libra_lightning.libra.latency import Seconds, exchange_seconds, kernel_
 from odb_libra_lightning.libra.load import causal_pairs
 from odb_libra_lightning.libra.pool_plan import Phase, PoolPlan
 
+_SUM_BYTES = 4  # of an element that partial results are added up in: float32
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
@@ -125,7 +127,10 @@ def ring_cost(
     Every document is cut in `2 CP` equal parts and a worker holds the parts `c` and `2 CP - 1 - c`, so that work is
     even; that holds for full causal attention and is taken for granted under a window. The price is in the segments,
     which have `length / (2 CP)` rows. Forward passes K and V on `CP - 1` times; backward does so again and passes
-    their gradients on `CP` times. Source: Liu et al., arXiv:2310.01889; zigzag: Brandon et al., arXiv:2311.09431.
+    their gradients on `CP` times, in float32 where K and V have fewer bytes, since every worker adds to them. Rows are
+    taken to stand in zigzag order from the start, as a trainer shards them: moving them into it and home again, which
+    a ring behind any other shards must do, is not priced. Source: Liu et al., arXiv:2310.01889; zigzag: Brandon et
+    al., arXiv:2311.09431.
 
     Args:
         document_lengths: as in `ulysses_cost`.
@@ -144,14 +149,17 @@ def ring_cost(
         )
         forward = float(seconds.sum())
     passed = -(-rows // workers) * 2 * shape.num_kv_heads * shape.row_bytes
+    gradients = passed // shape.bytes_per_element * max(shape.bytes_per_element, _SUM_BYTES)
     neighbours = np.zeros((workers, workers), dtype=np.int64)
-    neighbours[np.arange(workers), (np.arange(workers) + 1) % workers] = passed
-    hop = float(exchange_seconds(neighbours, first_worker=first_worker, calibration=calibration).max())
-    keys = np.full(workers, hop)
+    hops = []
+    for handed_on in (passed, gradients):
+        neighbours[np.arange(workers), (np.arange(workers) + 1) % workers] = handed_on
+        hops.append(float(exchange_seconds(neighbours, first_worker=first_worker, calibration=calibration).max()))
+    keys = np.full(workers, hops[0])
     keys[0] = 0  # the worker's own are there
     step = np.full((workers, 1), calibration.launch_seconds)
     ahead = pipeline_seconds(step + forward / workers, keys, np.zeros(workers))
-    back = pipeline_seconds(step + forward * calibration.backward_ratio / workers, keys, np.full(workers, hop))
+    back = pipeline_seconds(step + forward * calibration.backward_ratio / workers, keys, np.full(workers, hops[1]))
     return AttentionCost(
         seconds=ahead + back,
         bytes_moved=workers * (workers - 1) * passed,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.layout import PoolLayout
-from odb_libra_lightning.libra.tiles import PoolTiles, Rows
+from odb_libra_lightning.libra.tiles import PoolTiles, Rows, expand, run_bounds
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,9 +97,7 @@ def key_transfers(tiles: PoolTiles, tile_worker: NDArray[np.int32], layout: Pool
 
     # One entry for each KV group that a tile reads.
     groups = [layout.shard_kv_groups(shard) for shard in range(layout.head_shards)]
-    count = np.array([len(read) for read in groups])[shard]
-    entry = np.repeat(np.arange(len(shard)), count)
-    within = np.arange(len(entry)) - np.repeat(np.cumsum(count) - count, count)
+    entry, within = expand(np.array([len(read) for read in groups])[shard])
     group = np.array([read.start for read in groups])[shard[entry]] + within
     worker, start, stop = worker[entry], start[entry], stop[entry]
 
@@ -109,18 +107,16 @@ def key_transfers(tiles: PoolTiles, tile_worker: NDArray[np.int32], layout: Pool
     span = int(tiles.sequence_start[-1]) + 1  # sets the ranges of different workers and groups apart
     apart = (worker * len(layout.kv_groups) + group) * span
     reach = np.maximum.accumulate(stop + apart) if len(stop) else stop
-    fresh = np.ones(len(start), dtype=bool)
-    fresh[1:] = (start + apart)[1:] > reach[:-1]
-    last = np.append(np.flatnonzero(fresh)[1:], len(start)) - 1 if len(start) else np.flatnonzero(fresh)
-    worker, group, start = worker[fresh], group[fresh], start[fresh]
-    stop = (reach - apart)[last]
+    begins = np.ones(len(start), dtype=bool)
+    begins[1:] = (start + apart)[1:] > reach[:-1]
+    first, last = run_bounds(begins)
+    worker, group, start, stop = worker[first], group[first], start[first], (reach - apart)[last]
 
     # Cut at homes; what is at home already stays.
     first_home = np.searchsorted(tiles.home_start, start, side="right") - 1
     last_home = np.searchsorted(tiles.home_start, stop, side="left") - 1
-    homes = last_home - first_home + 1
-    entry = np.repeat(np.arange(len(start)), homes)
-    source = first_home[entry] + np.arange(len(entry)) - np.repeat(np.cumsum(homes) - homes, homes)
+    entry, within = expand(last_home - first_home + 1)
+    source = first_home[entry] + within
     start = np.maximum(start[entry], tiles.home_start[source])
     stop = np.minimum(stop[entry], tiles.home_start[source + 1])
     worker, group = worker[entry], group[entry]
@@ -149,15 +145,16 @@ def _in_order(
     """Ranges in the order of `Transfers`, adjacent rows of one group as one; `heads` are those of each group."""
     order = np.lexsort((start, group, destination, source))  # a source is home to rows of one sequence
     source, destination, group, start, stop = (column[order] for column in (source, destination, group, start, stop))
-    fresh = np.ones(len(start), dtype=bool)
-    fresh[1:] = (
+    begins = np.ones(len(start), dtype=bool)
+    begins[1:] = (
         (source[1:] != source[:-1])
         | (destination[1:] != destination[:-1])
         | (group[1:] != group[:-1])
         | (start[1:] != stop[:-1])
     )
-    stop = stop[np.append(np.flatnonzero(fresh)[1:], len(start)) - 1] if len(start) else stop
-    source, destination, group, start = (column[fresh] for column in (source, destination, group, start))
+    first, last = run_bounds(begins)
+    source, destination, group, start = (column[first] for column in (source, destination, group, start))
+    stop = stop[last]
     sequence = np.searchsorted(tiles.sequence_start, start, side="right") - 1
     base = tiles.sequence_start[sequence]
     bounds = np.array([(run.start, run.stop) for run in heads])[group]

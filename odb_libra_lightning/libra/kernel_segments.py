@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_libra_lightning.libra.tiles import PoolTiles, Rows
+from odb_libra_lightning.libra.tiles import PoolTiles, Rows, run_bounds
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,19 +49,19 @@ def kernel_segments(tiles: PoolTiles, tile_worker: NDArray[np.int32]) -> KernelS
     shards = len(tile_worker) // len(tiles.block_start)
     segment, shard = np.divmod(np.arange(len(tiles.segment_block) * shards), shards)
     worker = tile_worker[tiles.segment_block[segment] * shards + shard].astype(np.int64)
-    start, stop, key_start = (
-        rows[segment] for rows in (tiles.segment_start, tiles.segment_stop, tiles.segment_key_start)
-    )
+    columns = (tiles.segment_start, tiles.segment_stop, tiles.segment_key_start, tiles.segment_document)
+    start, stop, key_start, document = (rows[segment] for rows in columns)
     order = np.lexsort((start, shard, worker))
-    worker, shard, start, stop, key_start = (rows[order] for rows in (worker, shard, start, stop, key_start))
-    fresh = np.ones(len(start), dtype=bool)
-    fresh[1:] = (
+    worker, shard, start, stop = (rows[order] for rows in (worker, shard, start, stop))
+    key_start, document = key_start[order], document[order]
+    begins = np.ones(len(start), dtype=bool)
+    begins[1:] = (
         (worker[1:] != worker[:-1])
         | (shard[1:] != shard[:-1])
         | (start[1:] != stop[:-1])
-        | (key_start[1:] == start[1:])  # a document begins
+        | (document[1:] != document[:-1])
     )
-    last = np.append(np.flatnonzero(fresh)[1:], len(start)) - 1
+    first, last = run_bounds(begins)
     return KernelSegments(
-        worker=worker[fresh], shard=shard[fresh], start=start[fresh], stop=stop[last], key_start=key_start[fresh]
+        worker=worker[first], shard=shard[first], start=start[first], stop=stop[last], key_start=key_start[first]
     )

@@ -8,8 +8,9 @@ the placement `home_first` go further than the paper, and `docs/libra.md` says w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from numbers import Integral
@@ -17,6 +18,17 @@ from typing import Literal, get_args
 
 Placement = Literal["home_first", "paper"]
 Fetch = Literal["prefix", "document"]
+
+_COUNTS = (
+    "context_parallel",
+    "block_size",
+    "head_shards",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "bytes_per_element",
+    "chunks",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +52,8 @@ class PoolLayout:
         share_kv_heads: head shards that read one KV head fetch it once for a worker; otherwise each for itself.
         skip_home_rows: the placement rule charges nothing for keys whose home is the worker. They are never sent
             either way.
-        split_oversize: a block of which one tile is heavier than a worker may hold is halved until it fits; with
-            `home_first` also where tiles find no room for other reasons.
+        split_oversize: a block of which one tile is heavier than a worker may hold is halved until it fits. With
+            `home_first`, where some tile finds no room all large blocks are cut finer, and all is placed again.
         window: keys that a query sees at the most, its own included (sliding-window attention); None: all before it.
         sequence_length: rows of every packed sequence; those after its documents are padding, without work and
             without transfers. None: as many as its documents have.
@@ -68,12 +80,12 @@ class PoolLayout:
     sequence_length: int | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("int", "int | None") and value is not None:
-                object.__setattr__(self, field.name, _count(field.name, value))
+        for name in (*_COUNTS, "window", "sequence_length"):
+            value = getattr(self, name)
+            if value is not None or name in _COUNTS:
+                object.__setattr__(self, name, _count(name, value))
         try:
-            tau = float(self.tau)
+            tau = math.nan if isinstance(self.tau, str | bool) else float(self.tau)
         except (TypeError, ValueError):
             tau = math.nan
         if not (math.isfinite(tau) and tau >= 0):
@@ -85,18 +97,18 @@ class PoolLayout:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
-                f"of {self.num_heads} query heads, {_these(_divisors(self.num_heads))} KV heads would fit"
+                f"of {self.num_heads} query heads, {_divisors(self.num_heads, self.num_kv_heads)} KV heads would fit"
             )
         if self.num_heads % self.head_shards:
             raise ValueError(
                 f"head_shards={self.head_shards} does not divide num_heads={self.num_heads}; "
-                f"{_these(_divisors(self.num_heads))} would fit"
+                f"{_divisors(self.num_heads, self.head_shards)} would fit"
             )
         if self.shard_heads % self.chunks:
             raise ValueError(
                 f"chunks={self.chunks} does not divide the {self.shard_heads} query heads of a shard "
                 f"(num_heads={self.num_heads}, head_shards={self.head_shards}); "
-                f"{_these(_divisors(self.shard_heads))} would fit"
+                f"{_divisors(self.shard_heads, self.chunks)} would fit"
             )
 
     @property
@@ -170,31 +182,38 @@ def check_degrees(
     Raises:
         ValueError: a degree that does not fit the others; the sentence says which would.
     """
-    for name, value in list(locals().items()):
+    for name, value in (
+        ("sequence_length", sequence_length),
+        ("global_batch", global_batch),
+        ("data_parallel", data_parallel),
+        ("pool_size", pool_size),
+        ("context_parallel", context_parallel),
+        ("block_size", block_size),
+    ):
         _count(name, value)
     if data_parallel % pool_size:
         raise ValueError(
             f"pool_size={pool_size} does not divide data_parallel={data_parallel}; "
-            f"{_these(_divisors(data_parallel))} would fit"
+            f"{_divisors(data_parallel, pool_size)} would fit"
         )
     if global_batch % data_parallel:
         below = global_batch // data_parallel * data_parallel
         fits = [below, below + data_parallel] if below else [data_parallel]
         raise ValueError(
             f"global_batch={global_batch} packed sequences a step cannot be dealt evenly to data_parallel="
-            f"{data_parallel} replicas; {_these(fits, all_of_them=False)} would fit"
+            f"{data_parallel} replicas; {_words(fits)} would fit"
         )
     if sequence_length % context_parallel:
         raise ValueError(
             f"context_parallel={context_parallel} does not divide sequence_length={sequence_length}; "
-            f"{_these(_divisors(sequence_length))} would fit"
+            f"{_divisors(sequence_length, context_parallel)} would fit"
         )
-    shard = sequence_length // context_parallel
-    if shard % block_size:
+    home = sequence_length // context_parallel
+    if home % block_size:
         raise ValueError(
-            f"block_size={block_size} does not divide the {shard} rows that a worker is home to "
+            f"block_size={block_size} does not divide the {home} rows that a worker is home to "
             f"(sequence_length={sequence_length}, context_parallel={context_parallel}); "
-            f"{_these(_divisors(shard))} would fit"
+            f"{_divisors(home, block_size)} would fit"
         )
 
 
@@ -204,15 +223,14 @@ def _count(name: str, value: object) -> int:
     return int(value)
 
 
-def _divisors(number: int) -> list[int]:
+def _divisors(number: int, wanted: int) -> str:
+    """The divisors of a number in words; of many, those nearest to what was wanted."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    found = sorted({*small, *(number // d for d in small)})
+    at = bisect(found, wanted)
+    return _words(found if len(found) <= 8 else found[max(at - 4, 0) : at + 4])
 
 
-def _these(numbers: Iterable[int], *, all_of_them: bool = True) -> str:
-    """The numbers in words; of many, the largest."""
-    listed = list(numbers)
-    if len(listed) > 8:
-        listed = listed[-8:]
-    words = ", ".join(map(str, listed[:-1]))
-    return f"{words} or {listed[-1]}" if words else str(listed[0])
+def _words(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from odb_libra_lightning.libra.tiles import (
     PoolDocuments,
     PoolTiles,
     cut_tiles,
-    halve_blocks,
     halve_heavy,
     lay_out,
     load_ceiling,
@@ -33,6 +32,7 @@ from odb_libra_lightning.libra.tiles import (
 # Long-tailed documents need it once or twice for loads to stay within tau of the mean, and many not at all.
 _MOST_QUARTERINGS = 3
 
+Array = TypeVar("Array", bound=NDArray[Any])
 Phase = Literal["queries", "keys", "outputs", "key_gradients"]
 
 
@@ -55,11 +55,11 @@ class PoolPlan:
     keys: Transfers
 
     def __post_init__(self) -> None:
-        # What is computed from them is computed once.
+        # What is computed from these is computed once.
         for part in (self.tiles, self.queries, self.keys):
             for field in fields(part):
-                getattr(part, field.name).setflags(write=False)
-        self.tile_worker.setflags(write=False)
+                _frozen(getattr(part, field.name))
+        _frozen(self.tile_worker)
 
     @property
     def num_workers(self) -> int:
@@ -74,13 +74,13 @@ class PoolPlan:
     @cached_property
     def tile_flops(self) -> NDArray[np.int64]:
         """Exact work of every tile, query-key pairs times heads (`4 * head_dim` FLOPs each): int64 `[tiles]`."""
-        return np.repeat(self.tiles.block_pairs * self.layout.shard_heads, self.layout.head_shards)
+        return _frozen(np.repeat(self.tiles.block_pairs * self.layout.shard_heads, self.layout.head_shards))
 
     @cached_property
     def worker_load(self) -> NDArray[np.int64]:
         """Work of every worker in the unit of `tile_flops`: int64 `[W]`."""
         # Below 2^53, and so exact in the float64 that bincount adds in.
-        return np.bincount(self.tile_worker, self.tile_flops, self.num_workers).astype(np.int64)
+        return _frozen(np.bincount(self.tile_worker, self.tile_flops, self.num_workers).astype(np.int64))
 
     @property
     def imbalance(self) -> float:
@@ -97,14 +97,14 @@ class PoolPlan:
         """Bytes that each worker sends in forward: Q, K and V from home, and the output to it. int64 `[W]`."""
         dispatched, returned = self._forward_volume
         rows: NDArray[np.int64] = dispatched.sum(axis=1) + returned.sum(axis=0)
-        return rows * self.layout.row_bytes
+        return _frozen(rows * self.layout.row_bytes)
 
     @cached_property
     def received_bytes(self) -> NDArray[np.int64]:
         """Bytes that each worker receives in forward: int64 `[W]`."""
         dispatched, returned = self._forward_volume
         rows: NDArray[np.int64] = dispatched.sum(axis=0) + returned.sum(axis=1)
-        return rows * self.layout.row_bytes
+        return _frozen(rows * self.layout.row_bytes)
 
     @property
     def bytes_moved(self) -> int:
@@ -154,7 +154,7 @@ class PoolPlan:
     @cached_property
     def _query_elements(self) -> NDArray[np.int64]:
         """Elements of the queries of any chunk from home to worker."""
-        return self._forward_volume[1] // self.layout.chunks * self.layout.head_dim
+        return _frozen(self._forward_volume[1] // self.layout.chunks * self.layout.head_dim)
 
     def _key_elements(self, phase: Phase, chunk: int) -> NDArray[np.int64]:
         """Elements of the keys and values of a chunk between home and worker, `[home, worker]`."""
@@ -164,7 +164,7 @@ class PoolPlan:
             travels = np.array([chunks[at] == chunk for chunks in self.layout.kv_head_chunks])
             before = np.concatenate([[0], np.cumsum(travels)])
             heads = before[self.keys.head_stop] - before[self.keys.head_start]
-            self._key_tables[key] = 2 * self.keys.volume(self.num_workers, heads) * self.layout.head_dim
+            self._key_tables[key] = _frozen(2 * self.keys.volume(self.num_workers, heads) * self.layout.head_dim)
         return self._key_tables[key]
 
     @cached_property
@@ -174,6 +174,12 @@ class PoolPlan:
     def __getstate__(self) -> dict[str, object]:
         """The fields alone: what is computed from them is computed again."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """As after construction: an array that comes out of a pickle can be written to."""
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        self.__post_init__()
 
     @cached_property
     def hash(self) -> str:
@@ -186,6 +192,11 @@ class PoolPlan:
             digest.update(f"{array.dtype.str}{array.shape}".encode())
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
+
+
+def _frozen(array: Array) -> Array:
+    array.setflags(write=False)
+    return array
 
 
 def plan_pool(
@@ -232,7 +243,7 @@ def plan_pool(
         fetch: `prefix` or `document`.
         share_kv_heads: whether head shards that read one KV head share its transfer.
         skip_home_rows: whether the placement charges nothing for keys that are at home.
-        split_oversize: whether blocks are halved of which a tile finds no room.
+        split_oversize: whether blocks are cut finer where a tile finds no room.
         window: keys that a query sees at the most, its own included.
         sequence_length: rows of every packed sequence, padding included; None: the sum of its documents.
 
@@ -276,16 +287,15 @@ def layout_plan(document_lengths_per_sequence: Sequence[Sequence[int]], layout: 
 
 
 def _balance(documents: PoolDocuments, layout: PoolLayout) -> tuple[PoolTiles, NDArray[np.int32]]:
-    """Cut and place; where tiles found no room, cut finer and place all again."""
+    """Cut and place; where some tile finds no room, cut all large ones finer and place again."""
     tiles = cut_tiles(documents, layout)
     placement = place_tiles(tiles, layout)
     best = placement, tiles
     if layout.split_oversize and layout.placement == "home_first":
         ceiling = load_ceiling(tiles, layout)
         for quarterings in range(1, _MOST_QUARTERINGS + 1):
-            if not placement.crowded.any():
+            if not placement.crowded:
                 break
-            tiles = halve_blocks(tiles, placement.crowded, documents, layout)
             tiles = halve_heavy(tiles, ceiling / 4**quarterings, documents, layout)
             placement = place_tiles(tiles, layout)
             if placement.heaviest < best[0].heaviest:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from odb_libra_lightning.libra.attention_costs import AttentionShape
 
-Method = Literal["ulysses", "ring", "wlb", "distca", "tap", "tap_vrsp", "libra"]
+Method = Literal["ulysses", "ulysses_sorted", "ring", "wlb", "distca", "tap", "tap_vrsp", "libra"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 
@@ -99,8 +99,8 @@ class Choice:
     """The grid point to take.
 
     Attributes:
-        point: the one where `libra` has the least mean latency; of several, the one of least communication and then of
-            the smallest pool.
+        point: of those where the mean latency of `libra` is within 2 % of the least, the one where the worst is least;
+            of several, the one that moves least, and then the smallest pool.
         reason: why, in a sentence or two.
     """
 

@@ -7,8 +7,9 @@ and a choice by it, go further.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -64,7 +65,8 @@ def simulate(
 ) -> Simulation:
     """Simulate methods on the packed sequences of a corpus.
 
-    Methods: `ulysses`; `ring`; `wlb`, the documents of each step packed anew by WLB-LLM's rule without deferral, in
+    Methods: `ulysses`; `ulysses_sorted`, the sequences of each step ordered by load, so that a micro-step holds those
+    of like load; `ring`; `wlb`, the documents of each step packed anew by WLB-LLM's rule without deferral, in
     micro-batches of up to twice the packed length, then Ulysses; `distca`, one pool of all replicas in the order of
     the sampler, overlapped; `tap`, pools in that order, not overlapped; `tap_vrsp`, sequences placed by VRSP and its
     refinement; `libra`, overlapped as well.
@@ -87,9 +89,8 @@ def simulate(
     """
     check_simulation(run, grid, methods)
     steps = pack_steps(document_lengths, run, windows=windows, packing=packing, seed=seed)
-    figures = [
-        _replica_figures(method, steps, run, calibration) for method in ("ulysses", "ring", "wlb") if method in methods
-    ]
+    alone: tuple[Method, ...] = ("ulysses", "ulysses_sorted", "ring", "wlb")
+    figures = [_replica_figures(method, steps, run, calibration) for method in alone if method in methods]
     notes = []
     scopes: dict[tuple[int, tuple[Method, ...]], None] = {}
     if "distca" in methods and run.num_workers > _MOST_WORKERS:
@@ -152,7 +153,7 @@ def check_simulation(run: SimulatedRun, grid: Grid, methods: Sequence[Method] = 
         )
     for shards, block, chunks in itertools.product(grid.head_shards, grid.block_sizes, grid.chunks):
         _layout(run, head_shards=shards, block_size=block, chunks=chunks)
-    if "ulysses" in methods or "wlb" in methods:
+    if {"ulysses", "ulysses_sorted", "wlb"} & set(methods):
         check_ulysses(run.shape)
 
 
@@ -208,7 +209,10 @@ def _replica_figures(method: Method, steps: list[Step], run: SimulatedRun, calib
     price = ring_cost if method == "ring" else ulysses_cost
     groups, inter = [], []
     for number, step in enumerate(steps):
-        if method == "wlb":
+        if method == "ulysses_sorted":
+            loads = _loads(step, run)
+            step = [step[at] for at in sorted(range(len(step)), key=lambda at: -loads[at])]
+        elif method == "wlb":
             lengths = list(itertools.chain.from_iterable(step))
             room = _WLB_ROOM * run.sequence_length
             step = wlb_step(lengths, micro_batches=run.global_batch, max_tokens=room).document_lengths()
@@ -279,25 +283,45 @@ def _figures(method: Method, point: GridPoint | None, groups: list[_Group], inte
     )
 
 
+def tied_points(figures: Mapping[GridPoint, MethodFigures]) -> list[GridPoint]:
+    """The grid points that are as fast as the fastest, the one to take first.
+
+    Means within 2 % of the least are a tie, since the latency model is no better than that. Of those, the worst
+    micro-step decides, which is what pipeline stages wait for; then the bytes, then the smaller pool.
+    """
+    fastest = min(one.mean_latency for one in figures.values())
+    return sorted(
+        (point for point, one in figures.items() if one.mean_latency <= fastest * (1 + _AS_FAST)),
+        key=lambda point: (figures[point].worst_latency, figures[point].bytes_moved, point.pool_size),
+    )
+
+
 def _choose(figures: Sequence[MethodFigures], steps: list[Step], run: SimulatedRun, calibration: Calibration) -> Choice:
     candidates = {one.point: one for one in figures if one.method == "libra" and one.point is not None}
-    fastest = min(figures.mean_latency for figures in candidates.values())
-    best = min(
-        (point for point, figures in candidates.items() if figures.mean_latency <= fastest * (1 + _AS_FAST)),
-        key=lambda point: (candidates[point].worst_latency, candidates[point].bytes_moved, point.pool_size),
-    )
+    tied = tied_points(candidates)
+    best = tied[0]
     others = []
     for size in (best.pool_size // 2, best.pool_size * 2):
         if (best.pool_size % 2 and size < best.pool_size) or run.data_parallel % size:
             continue
-        point = GridPoint(pool_size=size, head_shards=best.head_shards, block_size=best.block_size, chunks=best.chunks)
-        there = candidates.get(point) or _pool_figures([("libra", point)], steps, run, calibration)[0]
+        other = dataclasses.replace(best, pool_size=size)
+        there = candidates.get(other) or _pool_figures([("libra", other)], steps, run, calibration)[0]
         others.append(f"P={size} {_in_words(there)}")
-    reason = (
-        f"Of {len(candidates)} grid points, P={best.pool_size} with H={best.head_shards}, B={best.block_size} and "
-        f"M={best.chunks} has the least predicted straggler latency in the worst micro-step, of those within "
-        f"{_AS_FAST:.0%} of the least on average: {_in_words(candidates[best])}."
-    )
+    point = f"P={best.pool_size} with H={best.head_shards}, B={best.block_size} and M={best.chunks}"
+    if len(candidates) == 1:
+        reason = f"{point} is the only grid point"
+    elif len(tied) == 1:
+        reason = (
+            f"Of {len(candidates)} grid points, {point} has the least predicted straggler latency, and no other is "
+            f"within {_AS_FAST:.0%} of it"
+        )
+    else:
+        reason = (
+            f"Of {len(candidates)} grid points, {len(tied)} are within {_AS_FAST:.0%} of the least mean straggler "
+            f"latency, which a prediction cannot tell apart; {point} has the least predicted straggler latency among "
+            "them in the worst micro-step, which is what pipeline stages wait for"
+        )
+    reason += f": {_in_words(candidates[best])}."
     if others:
         reason += f" With the same H, B and M it would be: {'; '.join(others)}."
     return Choice(point=best, reason=reason)

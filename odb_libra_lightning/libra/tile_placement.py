@@ -22,12 +22,12 @@ class TilePlacement:
     Attributes:
         tile_worker: worker of tile `b * H + h`, head shard `h` of block `b`: int32 `[blocks * H]`.
         heaviest: load of the heaviest worker, query-key pairs times heads.
-        crowded: blocks of which a tile found every worker too full for it: bool `[blocks]`.
+        crowded: whether some tile found every worker too full for it.
     """
 
     tile_worker: NDArray[np.int32]
     heaviest: int
-    crowded: NDArray[np.bool_]
+    crowded: bool
 
 
 def place_tiles(tiles: PoolTiles, layout: PoolLayout) -> TilePlacement:
@@ -98,7 +98,7 @@ class _Placer:
         self.workers = tiles.num_workers
         self.load = np.zeros(self.workers, dtype=np.int64)
         self.worker = np.full(len(tiles.block_start) * layout.head_shards, -1, dtype=np.int32)
-        self.crowded = np.zeros(len(tiles.block_start), dtype=bool)
+        self.crowded = False
         self.ceiling = load_ceiling(tiles, layout)
         self._layout = layout
         self._groups = [layout.shard_kv_groups(shard) for shard in range(layout.head_shards)]
@@ -127,7 +127,7 @@ class _Placer:
         if len(room):
             chosen = _least(room, cost, self.load)
         else:
-            self.crowded[block] = True
+            self.crowded = True
             chosen = _least(np.arange(self.workers), self.load, cost)
         self.worker[tile] = chosen
         self.load[chosen] += flops

@@ -21,6 +21,7 @@ from odb_libra_lightning.libra.load import causal_pairs, checked_lengths
 Rows = NDArray[np.int64]
 
 _MOST_ROWS = 2**31 - 1  # transfers name rows of a sequence in int32
+_MOST_WORK = 2**53  # sums of work, and of the far fewer rows times heads, are exact in float64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +43,7 @@ class PoolTiles:
         segment_start: first query row of each segment, `[segments]`.
         segment_stop: row after its last, `[segments]`; its keys end here too.
         segment_key_start: first key row that its queries see, `[segments]`.
+        segment_document: first row of its document, `[segments]`.
     """
 
     sequence_start: Rows
@@ -58,6 +60,7 @@ class PoolTiles:
     segment_start: Rows
     segment_stop: Rows
     segment_key_start: Rows
+    segment_document: Rows
 
     @property
     def num_workers(self) -> int:
@@ -133,8 +136,8 @@ def lay_out(document_lengths_per_sequence: Sequence[Sequence[int]], layout: Pool
     largest = int(np.diff(documents.home_start).max())
     if layout.block_size > largest:
         raise ValueError(
-            f"block_size={layout.block_size} is larger than the rows of a shard: no worker of this pool is home to "
-            f"more than {largest} (context_parallel={layout.context_parallel}); at most {largest} would fit"
+            f"block_size={layout.block_size} is larger than any home: no worker of this pool has more than {largest} "
+            f"rows (context_parallel={layout.context_parallel}); at most {largest} would fit"
         )
     return documents
 
@@ -148,28 +151,35 @@ def cut_tiles(documents: PoolDocuments, layout: PoolLayout) -> PoolTiles:
     for start, stop in pairwise(documents.sequence_start.tolist()):
         cuts.append(np.arange(start, stop, layout.block_size))
     tiles = _measure(np.unique(np.concatenate(cuts)), documents, layout)
+    work = sum(tiles.block_pairs.tolist()) * layout.num_heads
+    if work > _MOST_WORK:
+        raise ValueError(
+            f"the pool has {work} query-key pairs times heads: at most 2**53 would fit, in fewer or shorter sequences"
+        )
     return halve_heavy(tiles, load_ceiling(tiles, layout), documents, layout) if layout.split_oversize else tiles
 
 
 def halve_heavy(tiles: PoolTiles, limit: float, documents: PoolDocuments, layout: PoolLayout) -> PoolTiles:
-    """Halve blocks, in rows, until no tile is heavier than `limit`; a block of one row stays as it is."""
+    """The same pool with blocks halved, in rows, until no tile is heavier than `limit`; one row stays as it is."""
     while True:
-        heavy = tiles.block_pairs * layout.shard_heads > limit
-        finer = halve_blocks(tiles, heavy, documents, layout)
-        if finer is tiles:
+        heavy = (tiles.block_pairs * layout.shard_heads > limit) & (tiles.block_stop - tiles.block_start > 1)
+        if not heavy.any():
             return tiles
-        tiles = finer
+        middle = (tiles.block_start + tiles.block_stop)[heavy] // 2
+        cuts = np.sort(np.concatenate([tiles.block_start, middle, tiles.block_stop[-1:]]))
+        tiles = _measure(cuts, documents, layout)
 
 
-def halve_blocks(
-    tiles: PoolTiles, chosen: NDArray[np.bool_], documents: PoolDocuments, layout: PoolLayout
-) -> PoolTiles:
-    """The same pool with some blocks, bool `[blocks]`, cut in the middle; `tiles` itself where none can be."""
-    halved = chosen & (tiles.block_stop - tiles.block_start > 1)
-    if not halved.any():
-        return tiles
-    middle = (tiles.block_start + tiles.block_stop)[halved] // 2
-    return _measure(np.sort(np.concatenate([tiles.block_start, middle, tiles.block_stop[-1:]])), documents, layout)
+def expand(counts: Rows) -> tuple[Rows, Rows]:
+    """Of runs of so many elements, one after another: the run of every element, and its place in the run."""
+    run = np.repeat(np.arange(len(counts)), counts)
+    return run, np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def run_bounds(begins: NDArray[np.bool_]) -> tuple[Rows, Rows]:
+    """First and last element of each run, from whether a run begins at each element; the first always does."""
+    first = np.flatnonzero(begins)
+    return first, np.append(first[1:], len(begins)) - 1 if len(first) else first
 
 
 def load_ceiling(tiles: PoolTiles, layout: PoolLayout) -> float:
@@ -216,4 +226,5 @@ def _measure(cuts: Rows, documents: PoolDocuments, layout: PoolLayout) -> PoolTi
         segment_start=start,
         segment_stop=stop,
         segment_key_start=seen,
+        segment_document=document_start,
     )

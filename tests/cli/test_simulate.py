@@ -72,6 +72,7 @@ def test_prints_tables_and_the_choice_and_writes_what_was_asked_for(odb_libra: R
     # Libra and distca at 2 blocks x 2 chunks, tap and tap_vrsp at 2 blocks; all but distca at 2 pool sizes.
     assert {method: sum(row["method"] == method for row in rows) for method in METHODS} == {
         "ulysses": 1,
+        "ulysses_sorted": 1,
         "ring": 1,
         "wlb": 1,
         "distca": 4,
@@ -99,7 +100,7 @@ def test_json_is_one_object_with_the_figures_of_the_csv(odb_libra: Run, lengths:
     assert set(said["choice"]["point"]) == {"pool_size", "head_shards", "block_size", "chunks"}
     assert said["calibration"]["peak_flops"] == DEFAULT_CALIBRATION.peak_flops
     assert {(one["method"], one["data_parallel"]) for one in said["scaling"]} == {
-        (method, degree) for method in ("ulysses", "libra") for degree in (1, 2, 4)
+        (method, degree) for method in ("ulysses", "ulysses_sorted", "libra") for degree in (1, 2, 4)
     }
     with figures.open(newline="") as file:
         for row, one in zip(csv.DictReader(file), said["figures"], strict=True):

@@ -1,6 +1,10 @@
-"""A pool's plan, and a plan's columns as plain lists."""
+"""A pool's plan, a plan's columns as plain lists, and the seeds that random pools are drawn with."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pytest
 
 from odb_libra_lightning.libra.pool_plan import PoolPlan, plan_pool
 from tests.libra.oracles import Pool
@@ -18,3 +22,8 @@ def blocks_of(plan: PoolPlan) -> list[tuple[int, int, int]]:
         first = int(plan.tiles.sequence_start[sequence])
         found.append((sequence, start - first, stop - first))
     return found
+
+
+def seeds(usual: int, full: int) -> list[Any]:
+    """Seeds of a random test: some for every run, the others for the long matrices."""
+    return [seed if seed < usual else pytest.param(seed, marks=pytest.mark.full) for seed in range(full)]

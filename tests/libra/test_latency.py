@@ -309,8 +309,18 @@ def test_ring_bytes_are_those_of_blocks_handed_on(workers):
     cost = ring_cost([rows], rows, shape, first_worker=0, calibration=links)
     assert cost.bytes_moved == sum(sent)
     assert cost.busiest_bytes == max(sent)
-    # Backward hands the blocks on as often, and their gradients once more to bring them home.
-    assert cost.seconds == pytest.approx(2 * max(sent) + (max(sent) + 96 if workers > 1 else 0))
+    # Backward hands the blocks on as often, and their gradients, of 4 bytes, once more to bring them home.
+    assert cost.seconds == pytest.approx(2 * max(sent) + (2 * (max(sent) + 96) if workers > 1 else 0))
+
+
+@pytest.mark.parametrize(("bytes_per_element", "of_gradients"), [(1, 4), (2, 4), (4, 4), (8, 8)])
+def test_ring_adds_gradients_up_in_float32_at_least(bytes_per_element, of_gradients):
+    shape = AttentionShape(
+        context_parallel=2, num_heads=1, num_kv_heads=1, head_dim=1, bytes_per_element=bytes_per_element
+    )
+    cost = ring_cost([4], 4, shape, first_worker=0, calibration=SLOW_LINKS)
+    # Two rows of K and of V once forward and once backward; their gradients twice.
+    assert cost.seconds == pytest.approx(4 * (2 * bytes_per_element + 2 * of_gradients))
 
 
 def test_ring_work_is_shared_evenly():

@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from odb_libra_lightning.libra.attention_costs import AttentionShape
-from odb_libra_lightning.libra.calibration import Calibration
 from odb_libra_lightning.libra.pool_plan import plan_pool
-from odb_libra_lightning.libra.scaling import scaling
 from odb_libra_lightning.libra.simulation_results import (
     METHODS,
     Grid,
@@ -22,52 +19,11 @@ from odb_libra_lightning.libra.simulation_results import (
     Simulation,
 )
 from odb_libra_lightning.libra.simulator import check_simulation, pack_steps, simulate
-
-SHAPE = AttentionShape(context_parallel=2, num_heads=4, num_kv_heads=2, head_dim=1, bytes_per_element=2)
-# One FLOP a second and links that cost nothing: a latency is the FLOPs of the slowest worker.
-SLOW_KERNEL = Calibration(
-    source="test",
-    peak_flops=1.0,
-    efficiency_rows=(1,),
-    efficiency_heads=(1,),
-    efficiency=((1.0,),),
-    backward_ratio=2.5,
-    launch_seconds=1e-30,
-    workers_per_node=8,
-    intra_node_alpha=1e-30,
-    intra_node_beta=1e30,
-    inter_node_alpha=1e-30,
-    inter_node_beta=1e30,
-)
-
-
-def run_of(length: int, global_batch: int, data_parallel: int, **shape: Any) -> SimulatedRun:
-    return SimulatedRun(
-        sequence_length=length,
-        global_batch=global_batch,
-        data_parallel=data_parallel,
-        shape=dataclasses.replace(SHAPE, **shape),
-    )
-
-
-def grid_of(
-    pool_sizes: int | tuple[int, ...], block: int, *, shards: int = 2, chunks: int | tuple[int, ...] = 2
-) -> Grid:
-    return Grid(
-        pool_sizes=(pool_sizes,) if isinstance(pool_sizes, int) else pool_sizes,
-        head_shards=(shards,),
-        block_sizes=(block,),
-        chunks=(chunks,) if isinstance(chunks, int) else chunks,
-    )
+from tests.libra.simulated_runs import SHAPE, SLOW_KERNEL, grid_of, run_of, seconds
 
 
 def by_method(found: Simulation) -> dict[str, MethodFigures]:
     return {one.method: one for one in found.figures}
-
-
-def seconds(pairs: float, heads: int = 4) -> float:
-    """Forward and backward of so many pairs on one worker with head dimension 1."""
-    return 4 * pairs * heads * 3.5
 
 
 def test_documents_of_one_length_are_even_under_every_method():
@@ -88,7 +44,7 @@ def test_imbalance_and_latency_of_two_replicas_by_hand():
     # Documents of 8 tokens, and of 4 and 4: loads 64 and 32, pairs 36 and 20.
     found = simulate([8, 4, 4], run=run_of(8, 2, 2), grid=grid_of(2, 2), windows=1, seed=None, calibration=SLOW_KERNEL)
     figures = by_method(found)
-    for method in ("ulysses", "ring", "wlb"):
+    for method in ("ulysses", "ulysses_sorted", "ring", "wlb"):
         assert figures[method].inter_pool_imbalance == pytest.approx(64 / 48 - 1)
         assert figures[method].mean_latency == pytest.approx(seconds(36 / 2))
     for method in ("distca", "tap", "tap_vrsp", "libra"):
@@ -113,6 +69,56 @@ def test_a_latency_is_the_slowest_replica_of_each_micro_step():
     assert one.worst_latency == pytest.approx(seconds(36 / 2))
     assert one.mean_latency == pytest.approx((seconds(36 / 2) + seconds(20 / 2)) / 2)
     assert found.choice is None
+
+
+def test_order_puts_sequences_of_like_load_into_one_micro_step():
+    # GA 2 and DP 2: micro-steps [8], [1] * 8 and [4, 4], [8]. By load: [8], [8] and [4, 4], [1] * 8.
+    found = simulate(
+        [8, *[1] * 8, 4, 4, 8],
+        run=run_of(8, 4, 2),
+        grid=grid_of(2, 2),
+        methods=("ulysses", "ulysses_sorted"),
+        windows=1,
+        seed=None,
+        calibration=SLOW_KERNEL,
+    )
+    plain, ordered = found.figures
+    assert plain.mean_latency == pytest.approx(seconds(36 / 2))
+    assert ordered.mean_latency == pytest.approx((seconds(36 / 2) + seconds(20 / 2)) / 2)
+    # Nothing else changes: replicas compute the same sequences, and one of the heaviest is the worst micro-step.
+    assert ordered.worst_latency == plain.worst_latency == pytest.approx(seconds(36 / 2))
+    assert ordered.bytes_moved == plain.bytes_moved
+    assert ordered.inter_pool_imbalance == plain.inter_pool_imbalance == pytest.approx(64 / 42 - 1)
+
+
+def test_a_sequence_is_not_moved_to_another_step():
+    # GA 1 and two steps of DP 2: [8], [1] * 8 and [8], [4, 4]. There is nothing to order.
+    found = simulate(
+        [8, *[1] * 8, 8, 4, 4],
+        run=run_of(8, 2, 2),
+        grid=grid_of(2, 2),
+        methods=("ulysses", "ulysses_sorted"),
+        seed=None,
+        calibration=SLOW_KERNEL,
+    )
+    plain, ordered = found.figures
+    assert found.windows == 2
+    assert dataclasses.replace(plain, method="ulysses_sorted") == ordered
+    assert ordered.mean_latency == pytest.approx(seconds(36 / 2))
+
+
+def test_order_counts_the_work_of_a_window():
+    # With windows of 2, pairs are 15, 8, 13 and 14, and so [8], [4, 4] go first; by l^2 it would be [8], [6, 1, 1].
+    found = simulate(
+        [8, *[1] * 8, 6, 1, 1, 4, 4],
+        run=run_of(8, 4, 2, window=2),
+        grid=grid_of(2, 2),
+        methods=("ulysses_sorted",),
+        windows=1,
+        seed=None,
+        calibration=SLOW_KERNEL,
+    )
+    assert found.figures[0].mean_latency == pytest.approx((seconds(15 / 2) + seconds(13 / 2)) / 2)
 
 
 def test_placement_evens_out_what_the_samplers_order_does_not():
@@ -222,26 +228,6 @@ def test_without_overlap_libra_is_tap_with_vrsp():
     assert dataclasses.replace(placed, method="libra") == full
 
 
-def test_the_choice_is_the_least_latency_and_says_what_half_and_double_would_give():
-    lengths = np.random.default_rng(4).lognormal(2, 1.5, 400).astype(int).clip(1, 64)
-    found = simulate(lengths, run=run_of(64, 16, 8), grid=grid_of((1, 2, 4, 8), 8), calibration=SLOW_KERNEL)
-    assert found.choice is not None
-    point = found.choice.point
-    swept = [one for one in found.figures if one.method == "libra"]
-    assert min(swept, key=lambda one: one.mean_latency).point == point
-    for size in (point.pool_size // 2, point.pool_size * 2):
-        assert (f"P={size} " in found.choice.reason) == (1 <= size <= 8)
-    alone = simulate(lengths, run=run_of(64, 16, 8), grid=grid_of(point.pool_size, 8), calibration=SLOW_KERNEL)
-    assert alone.choice is not None
-    assert alone.choice.reason.split(": ", 1)[1] == found.choice.reason.split(": ", 1)[1]
-
-
-def test_of_equals_the_smaller_pool_is_chosen():
-    found = simulate([8] * 32, run=run_of(16, 8, 4), grid=grid_of((4, 2), 4), methods=("libra",), windows=1)
-    assert found.choice is not None
-    assert found.choice.point.pool_size == 2
-
-
 def test_a_thousand_replicas_are_simulated_and_too_large_a_pool_is_left_out():
     run = run_of(8, 1024, 1024, context_parallel=2)
     found = simulate([8, 4, 4] * 600, run=run, grid=grid_of(8, 4), methods=("distca", "libra"), windows=1)
@@ -327,47 +313,3 @@ def test_what_does_not_fit_is_refused_before_lengths_are_looked_at(changes, sent
 def test_documents_that_cannot_be_used_are_refused(lengths, settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         simulate(lengths, run=run_of(8, 2, 2), grid=grid_of(2, 4), **settings)
-
-
-class TestScaling:
-    POINT = GridPoint(pool_size=2, head_shards=2, block_size=4, chunks=2)
-
-    def test_even_documents_scale_perfectly(self):
-        scaled = scaling([8] * 16, run=run_of(16, 8, 1), point=self.POINT, data_parallel=(1, 2, 8), windows=1)
-        assert [(one.method, one.data_parallel) for one in scaled] == [
-            (method, degree) for degree in (1, 2, 8) for method in ("ulysses", "libra")
-        ]
-        assert [one.efficiency for one in scaled] == pytest.approx([1] * 6, rel=1e-3)
-        assert [one.speedup for one in scaled] == pytest.approx([1, 1, 2, 2, 8, 8], rel=1e-3)
-
-    def test_a_heavy_sequence_holds_ulysses_up(self):
-        scaled = scaling(
-            [16, *[1] * 48],
-            run=run_of(16, 4, 1),
-            point=self.POINT,
-            data_parallel=(4, 1),
-            methods=("ulysses",),
-            linear_seconds=3.0,
-            windows=1,
-            seed=None,
-            calibration=SLOW_KERNEL,
-        )
-        linear = 3 * 16 / 2
-        alone = seconds((136 + 3 * 16) / 2) + 4 * linear
-        together = seconds(136 / 2) + linear
-        assert [one.step_seconds for one in scaled] == pytest.approx([alone, together])
-        assert scaled[1].speedup == pytest.approx(alone / together)
-        assert scaled[1].efficiency == pytest.approx(alone / together / 4)
-
-    @pytest.mark.parametrize(
-        ("settings", "sentence"),
-        [
-            ({"data_parallel": ()}, "at least one degree"),
-            ({"data_parallel": (1, 3)}, "data_parallel=3"),
-            ({"linear_seconds": -1.0}, "linear_seconds=-1"),
-        ],
-    )
-    def test_what_does_not_fit_is_refused(self, settings, sentence):
-        asked = {"data_parallel": (1, 2), **settings}
-        with pytest.raises(ValueError, match=sentence):
-            scaling([8] * 16, run=run_of(16, 8, 1), point=self.POINT, **asked)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.libra.oracles import Pool, algorithm_2, home_first, loads, random_pool, tiles_of
-from tests.libra.plans import blocks_of, plan_of
+from tests.libra.plans import blocks_of, plan_of, seeds
 
 OPTIONS = [
     {"fetch": fetch, "share_kv_heads": share, "skip_home_rows": skip, "split_oversize": split}
@@ -31,12 +31,12 @@ def same_as_in_plain_loops(placement: str, draw: random.Random, options: dict[st
 
 @pytest.mark.parametrize("options", OPTIONS, ids=as_text)
 def test_paper_is_algorithm_2_to_the_letter(options: dict[str, Any]):
-    same_as_in_plain_loops("paper", random.Random(as_text(options)), options, 50)
+    same_as_in_plain_loops("paper", random.Random(as_text(options)), options, 30)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=as_text)
 def test_home_first_places_only_what_workers_give_away(options: dict[str, Any]):
-    same_as_in_plain_loops("home_first", random.Random(as_text(options)), options, 50)
+    same_as_in_plain_loops("home_first", random.Random(as_text(options)), options, 30)
 
 
 @pytest.mark.full
@@ -47,7 +47,7 @@ def test_placements_in_plain_loops_many_times(options: dict[str, Any], placement
 
 
 @pytest.mark.parametrize("placement", ["paper", "home_first"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2, 5))
 def test_every_tile_has_one_worker_and_loads_are_counted(placement: str, seed: int):
     draw = random.Random(seed)
     for _ in range(60):
@@ -63,7 +63,7 @@ def test_every_tile_has_one_worker_and_loads_are_counted(placement: str, seed: i
 
 
 @pytest.mark.parametrize("placement", ["paper", "home_first"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2, 5))
 def test_no_worker_exceeds_the_target_by_more_than_a_tile(placement: str, seed: int):
     """A tile goes where it fits, or to the lightest worker, which has no more than the mean: the greedy bound."""
     draw = random.Random(50 + seed)
@@ -75,7 +75,7 @@ def test_no_worker_exceeds_the_target_by_more_than_a_tile(placement: str, seed: 
         assert max(plan.worker_load.tolist()) <= bound, pool
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2, 5))
 def test_home_first_moves_nothing_where_every_home_fits(seed: int):
     draw, seen = random.Random(70 + seed), 0
     for _ in range(200):
@@ -91,7 +91,7 @@ def test_home_first_moves_nothing_where_every_home_fits(seed: int):
     assert seen > 10
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2, 5))
 def test_home_first_takes_nothing_from_a_worker_that_fits(seed: int):
     draw = random.Random(80 + seed)
     for _ in range(60):
@@ -104,7 +104,7 @@ def test_home_first_takes_nothing_from_a_worker_that_fits(seed: int):
             assert worker == home or load[home] > pool.capacity, pool
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2, 5))
 def test_cutting_finer_where_tiles_find_no_room_never_makes_the_heaviest_worker_heavier(seed: int):
     draw = random.Random(60 + seed)
     for _ in range(30):
