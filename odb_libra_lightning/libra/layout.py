@@ -96,19 +96,19 @@ class PoolLayout:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(values)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
-                f"of {self.num_heads} query heads, {_divisors(self.num_heads, self.num_kv_heads)} KV heads would fit"
+                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; KV heads: "
+                f"{divisors_near(self.num_heads, self.num_kv_heads)} would fit"
             )
         if self.num_heads % self.head_shards:
             raise ValueError(
                 f"head_shards={self.head_shards} does not divide num_heads={self.num_heads}; "
-                f"{_divisors(self.num_heads, self.head_shards)} would fit"
+                f"{divisors_near(self.num_heads, self.head_shards)} would fit"
             )
         if self.shard_heads % self.chunks:
             raise ValueError(
                 f"chunks={self.chunks} does not divide the {self.shard_heads} query heads of a shard "
                 f"(num_heads={self.num_heads}, head_shards={self.head_shards}); "
-                f"{_divisors(self.shard_heads, self.chunks)} would fit"
+                f"{divisors_near(self.shard_heads, self.chunks)} would fit"
             )
 
     @property
@@ -194,7 +194,7 @@ def check_degrees(
     if data_parallel % pool_size:
         raise ValueError(
             f"pool_size={pool_size} does not divide data_parallel={data_parallel}; "
-            f"{_divisors(data_parallel, pool_size)} would fit"
+            f"{divisors_near(data_parallel, pool_size)} would fit"
         )
     if global_batch % data_parallel:
         below = global_batch // data_parallel * data_parallel
@@ -206,14 +206,14 @@ def check_degrees(
     if sequence_length % context_parallel:
         raise ValueError(
             f"context_parallel={context_parallel} does not divide sequence_length={sequence_length}; "
-            f"{_divisors(sequence_length, context_parallel)} would fit"
+            f"{divisors_near(sequence_length, context_parallel)} would fit"
         )
     home = sequence_length // context_parallel
     if home % block_size:
         raise ValueError(
             f"block_size={block_size} does not divide the {home} rows that a worker is home to "
             f"(sequence_length={sequence_length}, context_parallel={context_parallel}); "
-            f"{_divisors(home, block_size)} would fit"
+            f"{divisors_near(home, block_size)} would fit"
         )
 
 
@@ -223,8 +223,8 @@ def _count(name: str, value: object) -> int:
     return int(value)
 
 
-def _divisors(number: int, wanted: int) -> str:
-    """The divisors of a number in words; of many, those nearest to what was wanted."""
+def divisors_near(number: int, wanted: int) -> str:
+    """The divisors of a number in words, for errors; of many, those nearest to what was wanted."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     found = sorted({*small, *(number // d for d in small)})
     at = bisect(found, wanted)

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from odb_libra_lightning.libra.layout import divisors_near
 from odb_libra_lightning.libra.transport import GroupTransport, LocalTransport, Transport
 
 
@@ -44,13 +45,13 @@ class RankLayout:
         if self.world_size % self.context_parallel:
             raise ValueError(
                 f"context_parallel={self.context_parallel} does not divide world_size={self.world_size}; "
-                f"{_divisors(self.world_size)} would fit"
+                f"{divisors_near(self.world_size, self.context_parallel)} would fit"
             )
         if self.num_replicas % self.pool_size:
             raise ValueError(
                 f"pool_size={self.pool_size} does not divide the {self.num_replicas} replicas "
                 f"(world_size={self.world_size}, context_parallel={self.context_parallel}); "
-                f"{_divisors(self.num_replicas)} would fit"
+                f"{divisors_near(self.num_replicas, self.pool_size)} would fit"
             )
 
     @property
@@ -160,9 +161,3 @@ def _run(name: str, number: int, count: int, size: int) -> range:
     if not 0 <= number < count:
         raise ValueError(f"{name}={number}: there are {count}, numbered from 0")
     return range(number * size, (number + 1) * size)
-
-
-def _divisors(number: int) -> str:
-    """What divides a number, in words; of many divisors the smallest, as degrees are small."""
-    found = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0][:8]
-    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
