@@ -75,9 +75,11 @@ def kernels(device: str, sizes: dict[str, Any]) -> Iterator[Row]:
     """Rates of every kernel: whole documents, and rows at the end of long ones; 4 query heads read one KV head."""
     found = available_kernels(device)
     head_dim = sizes["head_dim"]
+    mask: dict[str, Any] = {"causal": True, "scale": head_dim**-0.5, "window": None}
+    if not found:
+        raise SystemExit(f"no kernel computes on {device}")
     for name, kernel in found.items():
         q, k, v, _ = rows_of(device, 16, 16, 1, 1, head_dim)
-        mask: dict[str, Any] = {"causal": True, "scale": head_dim**-0.5, "window": None}
         least = timed(lambda: kernel.forward(q, k, v, whole([16]), **mask), device, sizes["batch_s"])  # noqa: B023
         yield {"kernel": name, "kind": "launch", "forward_s": least}
     for kind in ("whole", "end"):
