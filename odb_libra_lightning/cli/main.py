@@ -7,12 +7,15 @@ else), notices on stderr, and on bad input one sentence on stderr with exit code
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import threading
 import traceback
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -169,10 +172,23 @@ def simulate_command(
         ),
         notice=lambda text: typer.echo(text, err=True),
     )
-    if as_json:
-        typer.echo(json.dumps(simulate.as_json(results)))
-    else:
-        simulate.print_results(results)
+    with _stdout_that_can_be_full():
+        if as_json:
+            typer.echo(json.dumps(simulate.as_json(results), allow_nan=False))
+        else:
+            simulate.print_results(results)
+            sys.stdout.flush()
+
+
+@contextmanager
+def _stdout_that_can_be_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # who reads has gone, which Click knows
+            raise
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # what is left would be written, and fail, at exit again
+        raise ValueError(f"the results cannot be written to stdout: {error.strerror}") from error
 
 
 def _has_display() -> bool:

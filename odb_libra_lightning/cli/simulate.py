@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from odb_libra_lightning.cli.length_sources import document_lengths
+from odb_libra_lightning.cli.output_files import check_outputs, write_whole
 from odb_libra_lightning.libra.attention_costs import AttentionShape
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
 from odb_libra_lightning.libra.scaling import ScalingFigures, check_scaling, scaling
@@ -150,11 +151,12 @@ def run_simulation(options: SimulateOptions, *, notice: Callable[[str], None]) -
             seed=options.seed,
         )
     if options.csv is not None:
-        options.csv.write_text(figures_csv(found), encoding="utf-8")
+        table = figures_csv(found)
+        write_whole(options.csv, lambda path: path.write_text(table, encoding="utf-8"), option="--csv")
     if options.picture is not None:
         from odb_libra_lightning.cli.simulation_picture import draw_simulation
 
-        draw_simulation(found, options.picture)
+        write_whole(options.picture, lambda path: draw_simulation(found, path), option="--picture")
     return {"simulation": found, "calibration": calibration, "scaling": scaled}
 
 
@@ -226,9 +228,10 @@ def as_json(results: dict[str, Any]) -> dict[str, Any]:
 def print_results(results: dict[str, Any]) -> None:
     """Tables on stdout, then the choice and why."""
     found: Simulation = results["simulation"]
-    console = Console(highlight=False)
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # text can come from a file
+    console = Console(**plain)
     if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+        console = Console(**plain, width=_WIDTH)
     run = found.run
     console.print(
         f"{found.windows} x {run.global_batch} packed sequences of {run.sequence_length:,} tokens "
@@ -299,11 +302,6 @@ def _three_digits(number: float) -> str:
 
 
 def _check_files(options: SimulateOptions) -> None:
-    for option, path in (("--csv", options.csv), ("--picture", options.picture)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{option} {path}: there is no folder {path.absolute().parent}")
-        if path is not None and path.is_dir():
-            raise ValueError(f"{option} {path}: this is a folder; name a file")
     if options.picture is not None:
         if options.picture.suffix not in (".svg", ".png"):
             raise ValueError(f"--picture {options.picture}: expected a name that ends in .svg or .png")
@@ -311,6 +309,10 @@ def _check_files(options: SimulateOptions) -> None:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError as error:
             raise ValueError("--picture needs matplotlib: pip install 'odb-libra-lightning[simulate]'") from error
+    check_outputs(
+        {"--csv": options.csv, "--picture": options.picture},
+        inputs={"LENGTHS": Path(options.lengths), "--calibration": options.calibration},
+    )
 
 
 @contextmanager

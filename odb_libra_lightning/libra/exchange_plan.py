@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.layout import PoolLayout
-from odb_libra_lightning.libra.tiles import PoolTiles, Rows, expand, run_bounds
+from odb_libra_lightning.libra.tiles import PoolTiles, Rows, expand, run_bounds, sum_by
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,8 +65,7 @@ class Transfers:
         """
         pair = self.source.astype(np.int64) * workers + self.destination
         counted = self.rows * (self.heads if heads is None else heads)
-        # Whole numbers below 2^53: exact in the float64 that bincount adds in.
-        return np.bincount(pair, counted, workers * workers).astype(np.int64).reshape(workers, workers)
+        return sum_by(pair, counted, workers * workers).reshape(workers, workers)
 
 
 def query_transfers(tiles: PoolTiles, tile_worker: NDArray[np.int32], layout: PoolLayout) -> Transfers:

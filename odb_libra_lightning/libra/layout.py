@@ -16,9 +16,12 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Literal, get_args
 
+import numpy as np
+
 Placement = Literal["home_first", "paper"]
 Fetch = Literal["prefix", "document"]
 
+_LARGEST = 2**31 - 1
 _COUNTS = (
     "context_parallel",
     "block_size",
@@ -94,6 +97,11 @@ class PoolLayout:
         for name, values in (("placement", get_args(Placement)), ("fetch", get_args(Fetch))):
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(values)}")
+            object.__setattr__(self, name, str(getattr(self, name)))
+        for name in ("share_kv_heads", "skip_home_rows", "split_oversize"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
+            object.__setattr__(self, name, bool(getattr(self, name)))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; KV heads: "
@@ -218,8 +226,8 @@ def check_degrees(
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _LARGEST:
+        raise ValueError(f"{name}={value!r}: expected a whole number from 1 to {_LARGEST}")
     return int(value)
 
 

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -26,6 +27,7 @@ from odb_libra_lightning.libra.tiles import (
     halve_heavy,
     lay_out,
     load_ceiling,
+    sum_by,
 )
 
 # Where some tile finds no room, all are cut to a quarter of the largest size and placed again, so often at the most.
@@ -79,8 +81,7 @@ class PoolPlan:
     @cached_property
     def worker_load(self) -> NDArray[np.int64]:
         """Work of every worker in the unit of `tile_flops`: int64 `[W]`."""
-        # Below 2^53, and so exact in the float64 that bincount adds in.
-        return _frozen(np.bincount(self.tile_worker, self.tile_flops, self.num_workers).astype(np.int64))
+        return _frozen(sum_by(self.tile_worker, self.tile_flops, self.num_workers))
 
     @property
     def imbalance(self) -> float:
@@ -132,9 +133,7 @@ class PoolPlan:
         Raises:
             ValueError: a worker, phase or chunk that the plan does not have.
         """
-        for name, value, limit in (("worker", worker, self.num_workers), ("chunk", chunk, self.layout.chunks)):
-            if not 0 <= value < limit:
-                raise ValueError(f"{name}={value}: this plan has {limit}, numbered from 0")
+        _check_number("worker", worker, self.num_workers)
         elements = self.elements(phase, chunk)
         return elements[worker].tolist(), elements[:, worker].tolist()
 
@@ -142,6 +141,7 @@ class PoolPlan:
         """Elements that each worker sends each other one in a phase: `[sender, receiver]`. As in `split_sizes`."""
         if phase not in get_args(Phase):
             raise ValueError(f"phase={phase!r}: choose one of {', '.join(get_args(Phase))}")
+        _check_number("chunk", chunk, self.layout.chunks)
         elements = self._query_elements if phase in ("queries", "outputs") else self._key_elements(phase, chunk)
         return elements.T if phase in ("outputs", "key_gradients") else elements
 
@@ -192,6 +192,11 @@ class PoolPlan:
             digest.update(f"{array.dtype.str}{array.shape}".encode())
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
+
+
+def _check_number(name: str, value: object, count: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= int(value) < count:
+        raise ValueError(f"{name}={value!r}: this plan has {count}, numbered from 0")
 
 
 def _frozen(array: Array) -> Array:

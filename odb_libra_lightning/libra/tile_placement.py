@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.layout import PoolLayout
-from odb_libra_lightning.libra.tiles import PoolTiles, load_ceiling
+from odb_libra_lightning.libra.tiles import PoolTiles, load_ceiling, sum_by
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,8 +55,7 @@ def _surplus(tiles: PoolTiles, layout: PoolLayout, placer: _Placer) -> NDArray[n
     """
     shards = layout.head_shards
     placer.worker[:] = np.repeat(tiles.block_home, shards)
-    # Whole numbers below 2^53: exact in the float64 that bincount adds in.
-    load = np.bincount(tiles.block_home, tiles.block_pairs, placer.workers).astype(np.int64) * layout.num_heads
+    load = sum_by(tiles.block_home, tiles.block_pairs, placer.workers) * layout.num_heads
     flops = tiles.block_pairs * layout.shard_heads
     taken = []
     for worker in np.flatnonzero(load > placer.ceiling):

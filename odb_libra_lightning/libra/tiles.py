@@ -21,7 +21,8 @@ from odb_libra_lightning.libra.load import causal_pairs, checked_lengths
 Rows = NDArray[np.int64]
 
 _MOST_ROWS = 2**31 - 1  # transfers name rows of a sequence in int32
-_MOST_WORK = 2**53  # sums of work, and of the far fewer rows times heads, are exact in float64
+_MOST_WORK = 2**62  # query-key pairs times heads of a pool: twice as much still fits int64
+_MOST_WORKERS = 2**16  # plans have tables of workers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,6 +107,11 @@ def lay_out(document_lengths_per_sequence: Sequence[Sequence[int]], layout: Pool
             raise ValueError(f"packed sequence {at} of the pool: {error}") from error
     counts = np.array([len(lengths) for lengths in checked])
     lengths = np.concatenate(checked)
+    if len(counts) * layout.context_parallel > _MOST_WORKERS:
+        raise ValueError(
+            f"{len(counts)} replicas with context_parallel={layout.context_parallel} are "
+            f"{len(counts) * layout.context_parallel} workers: a pool of at most {_MOST_WORKERS} would fit"
+        )
     sequence = np.repeat(np.arange(len(counts)), counts)
     total = np.concatenate([[0], np.cumsum(lengths)])
     first = np.concatenate([[0], np.cumsum(counts)])  # first document of each sequence
@@ -154,7 +160,7 @@ def cut_tiles(documents: PoolDocuments, layout: PoolLayout) -> PoolTiles:
     work = sum(tiles.block_pairs.tolist()) * layout.num_heads
     if work > _MOST_WORK:
         raise ValueError(
-            f"the pool has {work} query-key pairs times heads: at most 2**53 would fit, in fewer or shorter sequences"
+            f"the pool has {work} query-key pairs times heads: at most 2**62 would fit, in fewer or shorter sequences"
         )
     return halve_heavy(tiles, load_ceiling(tiles, layout), documents, layout) if layout.split_oversize else tiles
 
@@ -168,6 +174,13 @@ def halve_heavy(tiles: PoolTiles, limit: float, documents: PoolDocuments, layout
         middle = (tiles.block_start + tiles.block_stop)[heavy] // 2
         cuts = np.sort(np.concatenate([tiles.block_start, middle, tiles.block_stop[-1:]]))
         tiles = _measure(cuts, documents, layout)
+
+
+def sum_by(at: NDArray[np.integer], values: Rows, size: int) -> Rows:
+    """Sum of the values at each position from 0 to `size - 1`: int64, exact."""
+    sums = np.zeros(size, dtype=np.int64)
+    np.add.at(sums, at, values)
+    return sums
 
 
 def expand(counts: Rows) -> tuple[Rows, Rows]:

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from odb_libra_lightning.cli import main
 from odb_libra_lightning.cli.length_sources import document_lengths
+from odb_libra_lightning.cli.output_files import write_whole
 from odb_libra_lightning.cli.simulate import SimulateOptions, parse_count
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
 from odb_libra_lightning.libra.simulation_results import METHODS
@@ -206,6 +208,67 @@ def test_an_option_that_cannot_be_used_is_one_sentence(odb_libra: Run, lengths: 
     assert err.startswith("odb-libra: ")
     assert err.count("\n") == 1
     assert sentence in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--csv", "/dev/full"), "--csv /dev/full: this is a device"),
+        (("--csv", "/proc/x.csv"), "--csv /proc/x.csv: cannot be written"),
+        (("--csv", "n" * 300), "cannot be written (File name too long)"),
+        (("--csv", "{folder}/p.svg", "--picture", "{folder}/../{name}/p.svg"), "this is the file of --csv"),
+        (("--csv", "{folder}/lengths.npy"), "this is the file of LENGTHS"),
+        (("--csv", "{folder}/link.npy"), "this is the file of LENGTHS"),
+        (("--csv", "{folder}/c.json", "--calibration", "{folder}/c.json"), "this is the file of --calibration"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_and_nothing_changes(
+    odb_libra: Run, lengths: Path, arguments, sentence
+):
+    folder = lengths.parent
+    DEFAULT_CALIBRATION.to_json(folder / "c.json")
+    (folder / "link.npy").symlink_to(lengths)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    named = [argument.format(folder=folder, name=folder.name) for argument in arguments]
+    code, out, err = odb_libra(str(lengths), *SMALL, *named)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert sentence in err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_file_that_cannot_be_written_to_its_end_stays_as_it_was(tmp_path: Path):
+    def half(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "f.csv").write_text("whole")
+    with pytest.raises(ValueError, match=r"--csv .*f\.csv: cannot be written \(No space left on device\)"):
+        write_whole(tmp_path / "f.csv", half, option="--csv")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_full_stdout_is_one_sentence(lengths: Path, arguments):
+    called = ("simulate", str(lengths), *SMALL, *arguments)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from odb_libra_lightning.cli.main import app; app(prog_name='odb-libra')", *called],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "odb-libra: the results cannot be written to stdout: No space left on device\n"
+
+
+def test_text_of_a_calibration_is_printed_as_it_stands(odb_libra: Run, lengths: Path, tmp_path: Path):
+    dataclasses.replace(DEFAULT_CALIBRATION, source="H100 [/x] of [node3] :smile:").to_json(tmp_path / "c.json")
+    arguments = ("--calibration", str(tmp_path / "c.json"), "--methods", "ulysses")
+    code, out, _ = odb_libra(str(lengths), *SMALL, *arguments)
+    assert code == 0
+    assert "figures that are H100 [/x] of [node3] :smile:." in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
