@@ -2,8 +2,9 @@
 
 Every worker calls `libra_attention` on the rows it is home to, in the same order. Heads go in `M` chunks: while one is
 computed, the next is under way and the last returns, so that of all transfers only the first and the last are not
-hidden. All workers take part in the same collectives in the same order, also those that compute nothing. Source: Libra
-(arXiv:2607.23250), section 6; the kernel is any of `libra.kernels`, unmodified.
+hidden, as long as a chunk takes longer to compute than to move. All workers take part in the same collectives in the
+same order, also those that compute nothing. Source: Libra (arXiv:2607.23250), section 6; the kernel is any of
+`libra.kernels`, unmodified.
 
 Shape suffixes: `T` rows at home, `Tq` and `Tk` rows that the kernel is called on, `S = H * M` slices of the heads.
 """
@@ -11,6 +12,7 @@ Shape suffixes: `T` rows at home, `Tq` and `Tk` rows that the kernel is called o
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from odb_libra_lightning.libra.kernel_keys import KernelKeys, KeyGradients
 from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.prepared_plan import PreparedPlan, prepare_plan
@@ -60,15 +63,38 @@ def libra_attention(
     Raises:
         TypeError: a plan, transport or kernel that is none.
         ValueError: tensors that do not match the plan or each other, a transport of another size, an option that there
-            is not. Nothing has been sent then.
+            is not. Nothing has been sent then, unless it is the kernel that refuses.
         RuntimeError: a worker that does not answer.
+
+    Under autocast, `q`, `k` and `v` are cast as for `scaled_dot_product_attention`. `torch.compile` breaks its graph
+    here. Backward is a collective too: every worker that ran forward must run it, or none.
     """
+    out: Tensor = _attend(q, k, v, plan, transport, kernel, scale, remember)
+    return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: PoolPlan | PreparedPlan,
+    transport: Transport | None,
+    kernel: str | AttentionKernel | None,
+    scale: float | None,
+    remember: Remember,
+) -> Tensor:
     workers = _workers(plan)
     if transport is None:
         transport = LocalTransport() if workers == 1 else GroupTransport()
     if not isinstance(getattr(transport, "rank", None), int):
         made = "expected a Transport, such as GroupTransport(process_group)"
         raise TypeError(f"transport is a {type(transport).__name__}: {made}")
+    if transport.size != workers:
+        raise ValueError(
+            f"the plan is for {workers} workers, and this transport has {transport.size}: give the pool's, "
+            "transport=new_pool_groups(context_parallel=..., pool_size=...).pool"
+        )
     prepared = plan if isinstance(plan, PreparedPlan) else prepare_plan(plan, transport.rank)
     _check(q, k, v, prepared, transport)
     if remember not in get_args(Remember):
@@ -78,6 +104,8 @@ def libra_attention(
         raise ValueError(f"scale={scale!r}: expected a finite number above 0, or None for head_dim ** -0.5")
     if kernel is not None and not isinstance(kernel, str) and not hasattr(kernel, "backward"):
         raise TypeError(f"kernel is a {type(kernel).__name__}: expected a name or an AttentionKernel")
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        q, k, v = (each.to(torch.get_autocast_dtype(q.device.type)) for each in (q, k, v))
     run = _Run(
         prepared=prepared,
         transport=transport,
@@ -92,7 +120,8 @@ def libra_attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: _Run) -> Tensor:
-        out, held = run.forward(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            out, held = run.forward(q, k, v)
         ctx.run = run
         # On every worker as many tensors, empty ones too: recomputation under a checkpoint ends at the last of them.
         ctx.save_for_backward(q, k, v, *held)
@@ -102,7 +131,8 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *held = ctx.saved_tensors
-        return *ctx.run.backward(grad_out, q, k, v, _Held(*held)), None
+        with torch.autocast(q.device.type, enabled=False):
+            return *ctx.run.backward(grad_out, q, k, v, _Held(*held)), None
 
 
 class _Held(NamedTuple):
@@ -123,15 +153,23 @@ class _Held(NamedTuple):
     lse: Tensor
 
 
+def _room_for_received(plan: PreparedPlan, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the queries and for the keys and values that come from other workers."""
+    received = sum(plan.work.received_splits) if plan.moves_queries else 0
+    return (
+        q.new_empty(plan.chunks, received, plan.slice_heads * q.shape[2]),
+        q.new_empty(plan.work.received_keys, 2 * q.shape[2]),
+    )
+
+
 def _nothing_held(plan: PreparedPlan, q: Tensor) -> _Held:
     """Room for what forward will hold."""
-    work, width, head_dim = plan.work, plan.slice_heads, q.shape[2]
-    rows = sum(work.query_lengths)
-    received = sum(work.received_splits) if plan.moves_queries else 0
+    queries, keys = _room_for_received(plan, q)
+    width, rows = plan.slice_heads, plan.segments.query_starts[-1]
     return _Held(
-        queries=q.new_empty(plan.chunks, received, width * head_dim),
-        keys=q.new_empty(work.received_keys, 2 * head_dim),
-        out=q.new_empty(plan.chunks, rows, width, head_dim),
+        queries=queries,
+        keys=keys,
+        out=q.new_empty(plan.chunks, rows, width, q.shape[2]),
         lse=q.new_empty(plan.chunks, width, rows, dtype=torch.promote_types(q.dtype, torch.float32)),
     )
 
@@ -164,22 +202,21 @@ class _Run:
         slabs, pairs = plan.slabs(q), plan.pairs(k, v)
         held = _nothing_held(plan, q)
         out = torch.zeros_like(slabs)
-        keys = _KernelKeys(self.prepared, pairs, held.keys)
-        returning = []
+        keys = KernelKeys(self.prepared, pairs, held.keys)
+        home = _Returning(self, out)
         arriving = self._dispatch(slabs, pairs, held, 0)
         for m in range(chunks):
             for transfer in arriving:
                 transfer.wait()
+            home.arrived()
             arriving = self._dispatch(slabs, pairs, held, m + 1) if m + 1 < chunks else []
             q_in = plan.kernel_queries(slabs, held.queries[m], m)
             out_in, lse = self.kernel.forward(q_in, *keys.of(m), plan.segments, **self._mask())
             held.out[m], held.lse[m] = out_in, lse
             computed = plan.slabs(out_in)
-            out.index_copy_(0, index.home + m, computed.index_select(0, index.home_at))
-            if plan.moves_queries:
-                returning.append(self._queries_home(computed))
-        for m, transfer in enumerate(returning):
-            out.index_copy_(0, index.sent + m, transfer.wait())
+            out[m:].index_copy_(0, index.home, computed.index_select(0, index.home_at))
+            home.begin(computed)
+        home.finish()
         if self.remember == "refetch":
             # Of their own, for a slice would keep all of it.
             held = held._replace(queries=q.new_empty(0), keys=q.new_empty(0))
@@ -193,12 +230,12 @@ class _Run:
         slabs, pairs, grad_slabs = plan.slabs(q), plan.pairs(k, v), plan.slabs(grad_out)
         again = self.remember == "refetch"
         if again:
-            empty = _nothing_held(plan, q)
-            held = held._replace(queries=empty.queries, keys=empty.keys)
-        keys = _KernelKeys(plan, pairs, held.keys)
-        grads = _KeyGradients(plan, pairs)
+            queries_again, keys_again = _room_for_received(plan, q)
+            held = held._replace(queries=queries_again, keys=keys_again)
+        keys = KernelKeys(plan, pairs, held.keys)
+        grads = KeyGradients(plan, pairs)
         grad_q = torch.zeros_like(slabs)
-        returning: list[_Transfer] = []
+        home = _Returning(self, grad_q)
         returning_keys: list[tuple[int, _Transfer]] = []
 
         def dispatch(m: int) -> list[_Transfer]:
@@ -209,6 +246,7 @@ class _Run:
         for m in range(chunks):
             for transfer in arriving:
                 transfer.wait()
+            home.arrived()
             received = arriving[-1].output if plan.moves_queries else None
             arriving = dispatch(m + 1) if m + 1 < chunks else []
             q_in = plan.kernel_queries(slabs, held.queries[m], m)
@@ -217,14 +255,12 @@ class _Run:
                 grad_in, q_in, *keys.of(m), held.out[m], held.lse[m], plan.segments, **self._mask()
             )
             computed = plan.slabs(dq)
-            grad_q.index_copy_(0, index.home + m, computed.index_select(0, index.home_at))
-            if plan.moves_queries:
-                returning.append(self._queries_home(computed))
+            grad_q[m:].index_copy_(0, index.home, computed.index_select(0, index.home_at))
+            home.begin(computed)
             grads.add(m, dk, dv)
             if plan.returns_keys(m):
                 returning_keys.append((m, self._keys_home(grads.complete(m), m)))
-        for m, transfer in enumerate(returning):
-            grad_q.index_copy_(0, index.sent + m, transfer.wait())
+        home.finish()
         for m, transfer in returning_keys:
             grads.add_returned(m, transfer.wait())
         return grad_q.view_as(q), *grads.result(k)
@@ -263,7 +299,7 @@ class _Run:
     def _queries_out(self, slabs: Tensor, m: int, output: Tensor | None = None) -> _Transfer:
         work, index = self.prepared.work, self.prepared.index(slabs.device)
         output = slabs.new_empty(len(index.remote_at), slabs.shape[1]) if output is None else output
-        return self._transfer(output, slabs.index_select(0, index.sent + m), work.received_splits, work.sent_splits)
+        return self._transfer(output, slabs[m:].index_select(0, index.sent), work.received_splits, work.sent_splits)
 
     def _queries_home(self, computed: Tensor) -> _Transfer:
         work, index = self.prepared.work, self.prepared.index(computed.device)
@@ -281,57 +317,34 @@ class _Run:
         return _Transfer(self.transport.all_to_all(output, input, output_splits, input_splits), output, input)
 
 
-class _KernelKeys:
-    """Keys and values as the kernel is called with them, chunk by chunk; the last ones are kept for the next."""
+class _Returning:
+    """Computed slabs on their way home, one chunk at a time: a chunk that is there is put in its place."""
 
-    def __init__(self, plan: PreparedPlan, pairs: Tensor, received: Tensor) -> None:
-        self._plan, self._pairs, self._received = plan, pairs, received
-        self._last: tuple[Tensor, Tensor] | None = None
+    def __init__(self, run: _Run, rows: Tensor) -> None:
+        self._run, self._rows = run, rows
+        self._sent = run.prepared.index(rows.device).sent
+        self._under_way: deque[tuple[int, _Transfer]] = deque()
+        self._begun = 0
 
-    def of(self, m: int) -> tuple[Tensor, Tensor]:
-        """`k` and `v`, `[Tk, heads, D]` each."""
-        keys = self._plan.work.keys[m]
-        if self._last is None or not keys.same_as_before:
-            index = self._plan.index(self._pairs.device).keys[m]
-            pairs = self._pairs.new_empty(sum(self._plan.work.key_lengths) * keys.heads, self._pairs.shape[1])
-            pairs.index_copy_(0, index.home_at, self._pairs.index_select(0, index.home))
-            pairs.index_copy_(0, index.remote_at, self._received.index_select(0, index.remote))
-            k, v = pairs.view(-1, keys.heads, 2, self._pairs.shape[1] // 2).unbind(2)
-            self._last = k.contiguous(), v.contiguous()
-        return self._last
+    def begin(self, computed: Tensor) -> None:
+        """Send the slabs of the next chunk home."""
+        if self._run.prepared.moves_queries:
+            self._under_way.append((self._begun, self._run._queries_home(computed)))
+        self._begun += 1
 
+    def arrived(self) -> None:
+        """Take in all but the last: they were sent before what has just arrived."""
+        while len(self._under_way) > 1:
+            self._take()
 
-class _KeyGradients:
-    """Gradients of keys and values, summed in float32 at least, always in the same order."""
+    def finish(self) -> None:
+        """Take in the rest."""
+        while self._under_way:
+            self._take()
 
-    def __init__(self, plan: PreparedPlan, pairs: Tensor) -> None:
-        self._plan, self._dtype, self._index = plan, pairs.dtype, plan.index(pairs.device)
-        wide = torch.promote_types(pairs.dtype, torch.float32)
-        self._home = torch.zeros_like(pairs, dtype=wide)
-        self._remote = pairs.new_zeros(plan.work.received_keys, pairs.shape[1], dtype=wide)
-
-    def add(self, m: int, dk: Tensor, dv: Tensor) -> None:
-        """Add what the kernel gave for a chunk, `[Tk, heads, D]` each."""
-        index = self._index.keys[m]
-        pairs = torch.stack((dk, dv), dim=2).view(-1, self._home.shape[1]).to(self._home.dtype)
-        for rows, at in index.home_layers:
-            self._home.index_add_(0, rows, pairs.index_select(0, at))
-        for rows, at in index.remote_layers:
-            self._remote.index_add_(0, rows, pairs.index_select(0, at))
-
-    def complete(self, m: int) -> Tensor:
-        """Gradients of received keys that no later chunk reads, as they go home."""
-        return self._remote.index_select(0, self._index.keys[m].returned).to(self._dtype)
-
-    def add_returned(self, m: int, pairs: Tensor) -> None:
-        """Add what came home."""
-        for rows, at in self._index.keys[m].added_layers:
-            self._home.index_add_(0, rows, pairs.index_select(0, at).to(self._home.dtype))
-
-    def result(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of `k` and `v`."""
-        dk, dv = self._home.to(self._dtype).view(*k.shape[:2], 2, k.shape[2]).unbind(2)
-        return dk, dv
+    def _take(self) -> None:
+        m, transfer = self._under_way.popleft()
+        self._rows[m:].index_copy_(0, self._sent, transfer.wait())
 
 
 def _with_padding(rows: Tensor, count: int) -> Tensor:

@@ -83,6 +83,8 @@ class Planner:
     ) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise ValueError(f"depth={depth!r}: expected a whole number of plans to make ahead, at least 1")
+        if device is not None and str(device) == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
         self.waited_s = 0.0
         self.planning_s = 0.0
         self._taken = 0

@@ -83,6 +83,11 @@ class PoolPlan:
         """Work of every worker in the unit of `tile_flops`: int64 `[W]`."""
         return _frozen(sum_by(self.tile_worker, self.tile_flops, self.num_workers))
 
+    @cached_property
+    def derived(self) -> dict[object, Any]:
+        """What others have made of this plan and want to find again, by a key of theirs; it ends with the plan."""
+        return {}
+
     @property
     def imbalance(self) -> float:
         """Largest load over mean load, minus 1."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from odb_libra_lightning.libra.pool_plan import PoolPlan
-from odb_libra_lightning.libra.segments import Segments
-from odb_libra_lightning.libra.worker_plan import Index, KeyChunk, WorkerPlan, plan_worker
+from odb_libra_lightning.libra.segments import Segments, to_device
+from odb_libra_lightning.libra.worker_plan import Index, WorkerPlan, plan_worker
 
-# Additions to distinct rows, one after another where a row has several: the same sums in the same order every time.
-Layers = list[tuple[Tensor, Tensor]]
+# Additions to distinct rows, one round after another where a row has several: the same order every time.
+Rounds = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyIndex:
-    """`KeyChunk` as tensors; the layers are (rows to add to, positions of what is added)."""
+    """`KeyChunk` as int64 tensors; a round is (rows to add to, positions of what is added)."""
 
     sent: Tensor
     home: Tensor
@@ -28,14 +28,14 @@ class KeyIndex:
     remote: Tensor
     remote_at: Tensor
     returned: Tensor
-    home_layers: Layers
-    remote_layers: Layers
-    added_layers: Layers
+    home_rounds: Rounds
+    remote_rounds: Rounds
+    added_rounds: Rounds
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanIndex:
-    """`WorkerPlan` as tensors."""
+    """`WorkerPlan` as int64 tensors."""
 
     sent: Tensor
     home: Tensor
@@ -99,7 +99,7 @@ class PreparedPlan:
         return list(accumulate((sum(keys.received_splits) for keys in self.work.keys), initial=0))
 
     def index(self, device: torch.device) -> PlanIndex:
-        """The indices on a device; copied there once."""
+        """The indices on a device; copied there once, on the stream that is current then."""
         if device not in self._indices:
             self._indices[device] = _on_device(self.work, device)
         return self._indices[device]
@@ -121,27 +121,33 @@ class PreparedPlan:
         """Queries as the kernel is called with them, `[Tq, h_q / S, D]`; `received` are slabs of other workers."""
         index = self.index(slabs.device)
         queries = slabs.new_empty(len(index.home_at) + len(index.remote_at), slabs.shape[1])
-        queries.index_copy_(0, index.home_at, slabs.index_select(0, index.home + chunk))
+        queries.index_copy_(0, index.home_at, slabs[chunk:].index_select(0, index.home))
         if received is not None:
             queries.index_copy_(0, index.remote_at, received)
         return queries.view(len(queries), self.slice_heads, self.plan.layout.head_dim)
 
 
-@lru_cache(maxsize=16)
 def prepare_plan(plan: PoolPlan, worker: int) -> PreparedPlan:
-    """The part of one worker. The last ones are remembered, since every layer asks."""
-    return PreparedPlan(plan=plan, worker=worker, work=plan_worker(plan, worker))
+    """The part of one worker; made once, since every layer asks.
+
+    Raises:
+        ValueError: no such worker.
+    """
+    key = PreparedPlan, worker
+    if key not in plan.derived:
+        plan.derived[key] = PreparedPlan(plan=plan, worker=worker, work=plan_worker(plan, worker))
+    prepared: PreparedPlan = plan.derived[key]
+    return prepared
 
 
 def _on_device(work: WorkerPlan, device: torch.device) -> PlanIndex:
     def tensor(index: Index) -> Tensor:
-        on_cpu = torch.from_numpy(np.ascontiguousarray(index))
-        return on_cpu if device.type == "cpu" else on_cpu.pin_memory().to(device, non_blocking=True)
+        return to_device(torch.from_numpy(np.ascontiguousarray(index)), device)
 
-    def layers(rows: Index, at: Index) -> Layers:
-        """Split additions so that within a layer no row comes twice."""
+    def rounds(rows: Index, at: Index, row_tensor: Tensor, at_tensor: Tensor) -> Rounds:
+        """Split additions so that within a round no row comes twice."""
         if np.bincount(rows, minlength=1).max() <= 1:
-            return [(tensor(rows), tensor(at))]
+            return [(row_tensor, at_tensor)]
         order = np.argsort(rows, kind="stable")
         ranked = rows[order]
         first = np.searchsorted(ranked, ranked)
@@ -149,23 +155,32 @@ def _on_device(work: WorkerPlan, device: torch.device) -> PlanIndex:
         turn[order] = np.arange(len(order)) - first
         return [(tensor(rows[turn == each]), tensor(at[turn == each])) for each in range(int(turn.max(initial=-1)) + 1)]
 
-    def keys(chunk: KeyChunk) -> KeyIndex:
-        return KeyIndex(
-            sent=tensor(chunk.sent),
-            home=tensor(chunk.home),
-            home_at=tensor(chunk.home_at),
-            remote=tensor(chunk.remote),
-            remote_at=tensor(chunk.remote_at),
-            returned=tensor(chunk.returned),
-            home_layers=layers(chunk.home, chunk.home_at),
-            remote_layers=layers(chunk.remote, chunk.remote_at),
-            added_layers=layers(chunk.added, np.arange(len(chunk.added))),
+    indices: list[KeyIndex] = []
+    for chunk in work.keys:
+        sent, returned, added = map(tensor, (chunk.sent, chunk.returned, chunk.added))
+        at = np.arange(len(chunk.added))
+        added_rounds = rounds(chunk.added, at, added, tensor(at))
+        if chunk.same_as_before:
+            indices.append(replace(indices[-1], sent=sent, returned=returned, added_rounds=added_rounds))
+            continue
+        home, home_at, remote, remote_at = map(tensor, (chunk.home, chunk.home_at, chunk.remote, chunk.remote_at))
+        indices.append(
+            KeyIndex(
+                sent=sent,
+                home=home,
+                home_at=home_at,
+                remote=remote,
+                remote_at=remote_at,
+                returned=returned,
+                home_rounds=rounds(chunk.home, chunk.home_at, home, home_at),
+                remote_rounds=rounds(chunk.remote, chunk.remote_at, remote, remote_at),
+                added_rounds=added_rounds,
+            )
         )
-
     return PlanIndex(
         sent=tensor(work.sent),
         home=tensor(work.home),
         home_at=tensor(work.home_at),
         remote_at=tensor(work.remote_at),
-        keys=tuple(keys(chunk) for chunk in work.keys),
+        keys=tuple(indices),
     )

@@ -115,6 +115,12 @@ class PoolGroups:
     pool: Transport
     replica: Transport
 
+    def close(self) -> None:
+        """Give back the process groups; the transports are of no use after it. All of a group call it together."""
+        for transport in {id(each): each for each in (self.pool, self.replica)}.values():
+            if isinstance(transport, GroupTransport):
+                dist.destroy_process_group(transport.group)
+
 
 def new_pool_groups(
     *, context_parallel: int, pool_size: int, timeout: float | None = None, backend: str | None = None

@@ -51,12 +51,12 @@ class Segments:
         """`cu_seqlens` of the keys."""
         return _starts(self.key_lengths)
 
-    @property
+    @cached_property
     def max_query_length(self) -> int:
         """Queries of the longest segment; 0 where there is none."""
         return max(self.query_lengths, default=0)
 
-    @property
+    @cached_property
     def max_key_length(self) -> int:
         """Keys of the longest segment; 0 where there is none."""
         return max(self.key_lengths, default=0)
@@ -65,9 +65,14 @@ class Segments:
         """`query_starts` and `key_starts` as int32 on a device; copied there once."""
         if device not in self._on_device:
             starts = (self.query_starts, self.key_starts)
-            queries, keys = (torch.tensor(each, dtype=torch.int32).to(device, non_blocking=True) for each in starts)
+            queries, keys = (to_device(torch.tensor(each, dtype=torch.int32), device) for each in starts)
             self._on_device[device] = queries, keys
         return self._on_device[device]
+
+
+def to_device(index: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device; the host does not wait for the copy."""
+    return index if device.type == "cpu" else index.pin_memory().to(device, non_blocking=True)
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -50,8 +50,9 @@ class Transport(Protocol):
     ) -> Handle:
         """Begin to send each worker its part of `input` and to receive each worker's part into `output`.
 
-        Both are contiguous and cut along dimension 0, in order of the workers; parts may be empty. Neither may be
-        touched before the handle has been waited for.
+        Both are contiguous and cut along dimension 0, in order of the workers; parts may be empty. Before the handle
+        has been waited for, `output` may be neither read nor written and `input` not written; after it, `input` is the
+        caller's again.
         """
 
 
@@ -84,6 +85,11 @@ class GroupTransport:
     On NCCL `wait()` orders streams and does not block the host. There NCCL's watchdog ends the process after the
     group's timeout, and says in which collective.
 
+    Attributes:
+        group: the process group.
+        rank: number of this worker in it.
+        size: number of workers.
+
     Args:
         group: the group; None: all processes.
         timeout: seconds that a transfer may take, the time included that other workers compute before they come to it;
@@ -103,7 +109,7 @@ class GroupTransport:
                 raise ValueError(f"{name}={value}: expected seconds, more than 0")
         if timeout is not None and dist.get_backend(group) == "nccl":
             raise ValueError(f"timeout={timeout:g}: on NCCL only that of the group counts; give it where it is made")
-        self._group = dist.group.WORLD if group is None else group
+        self.group = dist.group.WORLD if group is None else group
         self._timeout = timeout
         self._roll_call_s = roll_call_s
         self._failure: str | None = None
@@ -125,14 +131,17 @@ class GroupTransport:
         _check(self, output, input, output_splits, input_splits)
         if self._failure is not None:
             raise RuntimeError(self._failure)
-        options = dist.AllToAllOptions()
-        options.asyncOp = True
-        if self._timeout is not None:
-            options.timeout = timedelta(seconds=self._timeout)
-        assert self._group is not None
+        splits = list(output_splits), list(input_splits)
         begin = time.monotonic()
         try:
-            work = self._group.alltoall_base(output, input, list(output_splits), list(input_splits), options)
+            if self._timeout is None:
+                work = dist.all_to_all_single(output, input, *splits, group=self.group, async_op=True)
+            else:
+                options = dist.AllToAllOptions()
+                options.asyncOp = True
+                options.timeout = timedelta(seconds=self._timeout)
+                assert self.group is not None
+                work = self.group.alltoall_base(output, input, *splits, options)
         except RuntimeError as error:
             raise self._failed(begin, error) from error
         return _GroupHandle(transport=self, work=work, begin=begin)
@@ -141,9 +150,9 @@ class GroupTransport:
         """What to raise for a transfer that began at `begin`; the first time after a roll call."""
         if self._failure is None:
             waited = time.monotonic() - begin
-            assert self._group is not None
-            ranks = dist.get_process_group_ranks(self._group)
-            store = PrefixStore("libra/roll_call", _get_process_group_store(self._group))
+            assert self.group is not None
+            ranks = dist.get_process_group_ranks(self.group)
+            store = PrefixStore("libra/roll_call", _get_process_group_store(self.group))
             absent = _RollCall(store, self.rank, self.size).absent(within=self._roll_call_s)
             me = f"worker {self.rank} of {self.size} (global rank {ranks[self.rank]})"
             if self.rank in absent:
