@@ -1,7 +1,7 @@
-"""Workers that are threads of one process: a `Transport` for tests and for benchmarks on one device, and wrappers.
+"""Workers that are threads of one process: a `Transport` for tests and for benchmarks on one device.
 
-`run_workers` runs a function on as many workers. The wrappers go around any transport: `DelayedTransport` makes it slow
-and writes down what was under way when, `PoisonedTransport` shows use of a buffer too early or too late.
+`run_workers` runs a function on as many workers. `DelayedTransport` goes around any transport, makes it slow and writes
+down what was under way when.
 """
 
 from __future__ import annotations
@@ -286,49 +286,6 @@ class DelayedTransport:
             self.events.append(
                 TransferEvent(kind="all_to_all", begin=begin, end=time.monotonic(), sent_bytes=others * row_bytes)
             )
-
-        return _Once(complete)
-
-
-class PoisonedTransport:
-    """A transport that fills buffers with NaN while nobody may rely on them: an output until `wait()`, an input after.
-
-    So whoever reads an output too early, or a buffer that it has given away, gets NaN, and `wait()` raises where an
-    output or an input was written to meanwhile. Reading an input while it is under way stays allowed.
-    """
-
-    def __init__(self, inner: Transport) -> None:
-        self.rank = inner.rank
-        self.size = inner.size
-        self._inner = inner
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-    ) -> Handle:
-        """See `Transport.all_to_all`.
-
-        Raises:
-            ValueError: elements that cannot be NaN.
-        """
-        if not (output.is_floating_point() and input.is_floating_point()):
-            raise ValueError(f"only floating-point buffers can be poisoned, got {output.dtype} and {input.dtype}")
-        sent, received = input.clone(), torch.empty_like(output)
-        output.fill_(torch.nan)
-        handle = self._inner.all_to_all(received, sent, output_splits, input_splits)
-        before = input.clone()
-
-        def complete() -> None:
-            handle.wait()
-            if not output.isnan().all():
-                raise RuntimeError(f"worker {self.rank} has written to an output before it was complete")
-            if not torch.equal(input.nan_to_num(), before.nan_to_num()):
-                raise RuntimeError(f"worker {self.rank} has written to an input before it was sent")
-            output.copy_(received)
-            input.fill_(torch.nan)
 
         return _Once(complete)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from odb_libra_lightning.libra.attention import libra_attention
 from odb_libra_lightning.libra.kernels import kernel_for
 from odb_libra_lightning.libra.segments import Segments
-from odb_libra_lightning.libra.thread_transport import PoisonedTransport, ThreadTransport
+from odb_libra_lightning.libra.thread_transport import ThreadTransport
 from tests.libra.attention_of_pools import (
     LONE,
     POOL,
@@ -32,6 +32,7 @@ from tests.libra.attention_of_pools import (
 )
 from tests.libra.oracles import Pool, random_pool
 from tests.libra.plans import plan_of
+from tests.libra.poisoned_transport import PoisonedTransport
 
 HEADS = [
     (heads, kv_heads, shards, chunks)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from odb_libra_lightning.libra.attention import libra_attention
 from odb_libra_lightning.libra.prepared_plan import prepare_plan
-from odb_libra_lightning.libra.thread_transport import PoisonedTransport, ThreadTransport, run_workers
+from odb_libra_lightning.libra.thread_transport import ThreadTransport, run_workers
 from odb_libra_lightning.libra.transport import Handle
 from tests.libra.attention_of_pools import (
     LONE,
@@ -35,6 +35,7 @@ from tests.libra.attention_of_pools import (
 from tests.libra.dense import dense_attention
 from tests.libra.oracles import Pool
 from tests.libra.plans import plan_of
+from tests.libra.poisoned_transport import PoisonedTransport
 
 REMEMBER = pytest.mark.parametrize("remember", ["keep", "refetch"])
 

@@ -13,7 +13,6 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from odb_libra_lightning.libra.attention import libra_attention
-from odb_libra_lightning.libra.thread_transport import PoisonedTransport
 from odb_libra_lightning.libra.transport import GroupTransport
 from tests.launch import run_ranks
 from tests.libra.attention_of_pools import (
@@ -29,6 +28,7 @@ from tests.libra.attention_of_pools import (
 )
 from tests.libra.oracles import Pool
 from tests.libra.plans import plan_of
+from tests.libra.poisoned_transport import PoisonedTransport
 
 # For each number of processes, pools of as many workers. In the third of each, the last worker computes nothing.
 POOLS = {
@@ -107,7 +107,7 @@ def _default_transport(pool: Pool) -> bool:
     return torch.equal(ours, libra_attention(*rows[:3], plan, transport=GroupTransport()))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.full) for world in (1, 4, 8))])
 def test_processes_equal_dense_attention_and_threads(world: int, tmp_path: Path) -> None:
     ranks = run_ranks(ranks_attend, world, tmp_path, world=world)
     for number, of_pool in enumerate(zip(*ranks, strict=True)):

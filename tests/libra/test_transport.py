@@ -181,7 +181,7 @@ def told_by(tmp_path: Path, world_size: int, *, without: list[int], **arguments:
 
 
 def test_a_worker_killed_in_backward_is_named_by_all_others(tmp_path: Path) -> None:
-    told = told_by(tmp_path, 5, without=[2], happens={"2": "killed", "3": "is late"}, limit=50, roll_call_s=6)
+    told = told_by(tmp_path, 5, without=[2], happens={"2": "killed", "3": "is late"}, limit=50)
     assert sorted(told) == [1, 3, 4]
     for rank, (sentence, seconds) in told.items():
         assert sentence.startswith(
@@ -191,7 +191,8 @@ def test_a_worker_killed_in_backward_is_named_by_all_others(tmp_path: Path) -> N
         assert seconds < 20
 
 
-@pytest.mark.parametrize("own_limit", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("own_limit", [False, True])
 def test_a_worker_that_sleeps_for_ever_is_named_by_all_others(own_limit: bool, tmp_path: Path) -> None:
     happens = {"1": "sleeps"}
     told = told_by(tmp_path, 4, without=[1], happens=happens, limit=5, own_limit=own_limit)
@@ -232,6 +233,7 @@ def disagree() -> str:
     return str(told.value)
 
 
+@pytest.mark.full
 def test_workers_that_part_are_told_that_nobody_is_missing(tmp_path: Path) -> None:
     for rank, sentence in enumerate(run_ranks(disagree, 2, tmp_path)):
         assert sentence.startswith(f"worker {rank} of 2 (global rank {rank}): the transfer failed after")

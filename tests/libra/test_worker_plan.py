@@ -21,7 +21,7 @@ from tests.libra.plans import blocks_of, plan_of
 
 Names = NDArray[np.int64]  # row of the pool * number of heads + head, or of slices
 
-SEEDS = pytest.mark.parametrize("seed", [*range(4), *(pytest.param(s, marks=pytest.mark.full) for s in range(4, 40))])
+SEEDS = pytest.mark.parametrize("seed", [*range(2), *(pytest.param(s, marks=pytest.mark.full) for s in range(2, 40))])
 
 
 def random_plans(seed: int, count: int = 60) -> list[tuple[Pool, PoolPlan]]:
@@ -188,16 +188,15 @@ def test_splits_are_those_of_the_plan(seed: int) -> None:
 
 
 @SEEDS
-def test_keys_are_called_unchanged_only_where_they_are(seed: int) -> None:
+def test_keys_are_called_unchanged_where_they_are_and_only_there(seed: int) -> None:
     for pool, plan in random_plans(seed):
         played = Played(pool, plan)
         before = None
         for chunk in range(pool.chunks):
             keys = played.keys(chunk)
             for worker, work in enumerate(played.work):
-                if work.keys[chunk].same_as_before:
-                    assert before is not None
-                    assert (before[worker] == keys[worker]).all()
+                equal = before is not None and np.array_equal(before[worker], keys[worker])
+                assert work.keys[chunk].same_as_before == equal, (pool, worker)
             before = keys
 
 
@@ -224,9 +223,9 @@ def test_additions_come_in_layers_without_a_row_twice(seed: int) -> None:
             index = PreparedPlan(plan=plan, worker=worker, work=work).index(torch.device("cpu"))
             for keys, tensors in zip(work.keys, index.keys, strict=True):
                 for rows, places, layers in (
-                    (keys.home, keys.home_at, tensors.home_layers),
-                    (keys.remote, keys.remote_at, tensors.remote_layers),
-                    (keys.added, np.arange(len(keys.added)), tensors.added_layers),
+                    (keys.home, keys.home_at, tensors.home_rounds),
+                    (keys.remote, keys.remote_at, tensors.remote_rounds),
+                    (keys.added, np.arange(len(keys.added)), tensors.added_rounds),
                 ):
                     right: dict[int, list[int]] = {}
                     for row, at in zip(rows.tolist(), places.tolist(), strict=True):
