@@ -2,7 +2,12 @@
 
 A packed sequence is cut in `2 CP` pieces of equal rows, and rank `r` computes pieces `r` and `2 CP - 1 - r` (zigzag),
 so that causal work of long documents is even. Sources: Ring Attention (Liu et al., arXiv:2310.01889); even work under a
-causal mask: Striped Attention (Brandon et al., arXiv:2311.09431); the zigzag is that of public implementations.
+causal mask: Striped Attention (Brandon et al., arXiv:2311.09431).
+
+Public varlen implementations of zigzag cut each document in `2 CP` pieces, so that every document is even by itself; they
+need lengths that `2 CP` divides, and rows that are dealt out that way beforehand. Here rows come as Libra's homes have
+them, and the cut does not ask where documents end. So with packed short documents this ring's straggler ratio is worse
+than theirs would be.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from odb_libra_lightning.baselines.replica_shards import accumulation_dtype, check_shards, exchange, replica_sequence
 from odb_libra_lightning.baselines.ring_schedule import RingSchedule, Run, ring_schedule
-from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for
+from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, merge_parts, score_scale
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.transport import Handle, Transport
 
@@ -45,21 +50,22 @@ def ring_attention(
         plan: of the replica's pool; its documents, heads and window are used, not its placement.
         transport: the replica's context-parallel group.
         kernel: name of a kernel in `libra.kernels`, or a kernel; None: the best one of the device.
-        scale: factor of the scores; None: `D ** -0.5`.
+        scale: factor of the scores, above 0; None: `D ** -0.5`.
         replica: which of the plan's replicas this is; None where there is only one.
 
     Returns:
         Output of the rank's home, `[T, query heads, D]`; 0 in rows of no document.
 
     Raises:
-        ValueError: inputs that do not fit the plan.
+        ValueError: inputs that do not fit the plan, or a `scale` that is no finite number above 0.
+        TypeError: a `kernel` that is neither a name nor a kernel.
     """
     replica = check_shards(q, k, v, plan, transport, replica)
     ring = _Ring(
         schedule=_schedule(plan, replica, transport.rank),
         transport=transport,
-        kernel=kernel_for(q.device, kernel) if kernel is None or isinstance(kernel, str) else kernel,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        kernel=kernel_for(q.device, kernel),
+        scale=score_scale(scale, q.shape[-1]),
     )
     out: torch.Tensor = _RingAttention.apply(q, k, v, ring)  # type: ignore[no-untyped-call]
     return out
@@ -177,7 +183,7 @@ class _RingAttention(torch.autograd.Function):
         for step, runs in enumerate(ring.schedule.steps):
             passing = ring.pass_on(kv, step) if step < ring.last_step else None
             for run in runs:
-                _merge(out[run.queries], lse[:, run.queries], *ring.attend(run, q, kv))
+                merge_parts(out[run.queries], lse[:, run.queries], *ring.attend(run, q, kv))
             if passing is not None:
                 kv = passing.wait()
         out = out.to(q.dtype)
@@ -216,15 +222,3 @@ class _RingAttention(torch.autograd.Function):
         gradient = torch.cat([dq, *dkv.tensor_split(2)], 1).to(q.dtype)
         dq, dk, dv = torch.split(ring.to_home(gradient), ctx.heads, 1)
         return dq, dk, dv, None
-
-
-def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Add to results of some keys those of others, in place: `[n, heads, D]`, `[heads, n]`."""
-    total = torch.logaddexp(lse, part_lse)
-    out *= _weight(lse - total)
-    out += _weight(part_lse - total) * part
-    lse.copy_(total)
-
-
-def _weight(log: torch.Tensor) -> torch.Tensor:
-    return log.exp().t().unsqueeze(-1)

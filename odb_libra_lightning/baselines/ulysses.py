@@ -25,7 +25,7 @@ from odb_libra_lightning.baselines.replica_shards import (
     exchange,
     replica_sequence,
 )
-from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for
+from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, score_scale
 from odb_libra_lightning.libra.layout import PoolLayout
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.segments import Segments
@@ -55,14 +55,16 @@ def ulysses_attention(
         plan: of the replica's pool; its documents, heads and window are used, not its placement.
         transport: the replica's context-parallel group.
         kernel: name of a kernel in `libra.kernels`, or a kernel; None: the best one of the device.
-        scale: factor of the scores; None: `D ** -0.5`.
+        scale: factor of the scores, above 0; None: `D ** -0.5`.
         replica: which of the plan's replicas this is; None where there is only one.
 
     Returns:
         Output of the rank's home, `[T, h, D]`; 0 in rows of no document.
 
     Raises:
-        ValueError: query heads that cannot be dealt to the ranks, or inputs that do not fit the plan.
+        ValueError: query heads that cannot be dealt to the ranks, inputs that do not fit the plan, or a `scale` that is
+            no finite number above 0.
+        TypeError: a `kernel` that is neither a name nor a kernel.
     """
     replica = check_shards(q, k, v, plan, transport, replica)
     if plan.layout.num_heads % transport.size:
@@ -75,8 +77,8 @@ def ulysses_attention(
     run = _Run(
         deal=_deal(plan, replica),
         transport=transport,
-        kernel=kernel_for(q.device, kernel) if kernel is None or isinstance(kernel, str) else kernel,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        kernel=kernel_for(q.device, kernel),
+        scale=score_scale(scale, q.shape[-1]),
         window=plan.layout.window,
     )
     out: torch.Tensor = _Ulysses.apply(q, k, v, run)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from odb_libra_lightning.libra.kernels import check_inputs
+from odb_libra_lightning.libra.kernels import check_inputs, merge_parts
 from odb_libra_lightning.libra.segments import Segments
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -250,7 +250,8 @@ class CpuKernel:
                 _put(out, part, call, "queries")
                 _put(lse, part_lse, call, "queries")
             else:
-                _merge(out, lse, part, part_lse, call.piece)
+                rows = slice(*_range(call.piece, "queries"))
+                merge_parts(out[rows], lse[rows].t(), part[0].transpose(0, 1), part_lse[0])
         return out.to(q.dtype), lse.t().contiguous()
 
     def backward(
@@ -368,15 +369,6 @@ def _put(rows: torch.Tensor, part: torch.Tensor, call: Call, side: str, *, add: 
 
 def _range(piece: Piece, side: str) -> tuple[int, int]:
     return (piece.query_start, piece.query_stop) if side == "queries" else (piece.key_start, piece.key_stop)
-
-
-def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, piece: Piece) -> None:
-    """Take a further part of a softmax into the rows of a piece: parts weigh as the sums of their exponentials."""
-    rows, rows_lse = out[piece.query_start : piece.query_stop], lse[piece.query_start : piece.query_stop]
-    further, further_lse = part[0].transpose(0, 1), part_lse[0].t()
-    # Not exp(lse - total) for each part: where scores are large these would not add up to one.
-    rows.lerp_(further, (further_lse - rows_lse).sigmoid_()[..., None])
-    torch.logaddexp(rows_lse, further_lse, out=rows_lse)
 
 
 def _per_kv_head(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:

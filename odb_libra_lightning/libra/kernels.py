@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -119,32 +121,91 @@ KERNELS: dict[str, Callable[[], AttentionKernel]] = {
 """What makes each kernel, by name."""
 
 
-def kernel_for(device: torch.device, name: str | None = None) -> AttentionKernel:
-    """The kernel of a name, or the one for a device; the same object each time.
+def kernel_for(device: torch.device, kernel: str | AttentionKernel | None = None) -> AttentionKernel:
+    """The kernel that is meant: of a name, given as an object, or the one for a device; the same object each time.
 
     Args:
         device: where the tensors are.
-        name: a name in `KERNELS`. None: "cpu" on a CPU; on CUDA "flash_attn" where it is installed, else "torch_flash".
+        kernel: a name in `KERNELS`, or a kernel, which is returned as it is. None: "cpu" on a CPU; on CUDA "flash_attn"
+            where it is installed and can be used, else "torch_flash". The choice is made once a process; where
+            flash-attn is installed and cannot be used, a warning says why.
 
     Raises:
         ValueError: there is no such name, it is not installed, or no kernel is known for the device.
+        TypeError: `kernel` is neither a name nor a kernel.
     """
-    if name is None:
-        if device.type == "cpu":
-            name = "cpu"
-        elif device.type == "cuda":
-            name = "flash_attn" if importlib.util.find_spec("flash_attn") else "torch_flash"
-        else:
-            raise ValueError(f"no attention kernel is known for {device}; name one of {', '.join(sorted(KERNELS))}")
-    if name not in KERNELS:
-        raise ValueError(f"no attention kernel is called {name!r}; there are {', '.join(sorted(KERNELS))}")
-    return _made(KERNELS[name])
+    if kernel is None:
+        kernel = _default_name(device.type)
+    if not isinstance(kernel, str):
+        if isinstance(kernel, type) or not all(callable(getattr(kernel, name, None)) for name in _METHODS):
+            what = f"the class {kernel.__name__}" if isinstance(kernel, type) else f"a {type(kernel).__name__}"
+            raise TypeError(f"kernel is {what}: expected a name or an AttentionKernel")
+        return kernel
+    if kernel not in KERNELS:
+        raise ValueError(f"no attention kernel is called {kernel!r}; there are {', '.join(sorted(KERNELS))}")
+    return _made(KERNELS[kernel])
+
+
+_METHODS = ("forward", "backward")
+
+
+@functools.cache
+def _default_name(device_type: str) -> str:
+    """The name of the best kernel; asked for at every call of attention, and looking for a package is slow."""
+    if device_type == "cpu":
+        return "cpu"
+    if device_type != "cuda":
+        raise ValueError(f"no attention kernel is known for {device_type}; name one of {', '.join(sorted(KERNELS))}")
+    try:
+        if importlib.util.find_spec("flash_attn") is None:
+            return "torch_flash"
+        _made(KERNELS["flash_attn"])
+    except Exception as error:  # a build for another PyTorch fails in any way
+        warnings.warn(
+            f"flash-attn is installed and cannot be used, so attention takes 'torch_flash': {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return "torch_flash"
+    return "flash_attn"
 
 
 @functools.cache
 def _made(factory: Callable[[], AttentionKernel]) -> AttentionKernel:
     """One kernel of each kind: what it remembers of segments serves all layers."""
     return factory()
+
+
+def score_scale(scale: float | None, head_dim: int) -> float:
+    """What scores are multiplied by: `scale`, or `head_dim ** -0.5` where it is None.
+
+    Raises:
+        ValueError: it is no finite number above 0. Kernels mask scores with minus infinity before they scale them,
+            which a number below 0 would make plus infinity.
+    """
+    if scale is None:
+        return float(head_dim**-0.5)
+    if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        raise ValueError(f"scale={scale!r}: expected a finite number above 0, or None for head_dim ** -0.5")
+    return float(scale)
+
+
+def merge_parts(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Take attention over further keys into attention over some keys, in place.
+
+    Parts weigh as the sums of their exponentials. Their weights are not `exp(lse - total)` each: where scores are large,
+    so is what `lse` is rounded by, and these would not add up to one.
+
+    Args:
+        out: output over the keys so far, [n, heads, D]; 0 where there were none.
+        lse: its log-sum-exp, [heads, n]; minus infinity where there were none.
+        part: output of the same queries over further keys, at least one for each, like `out`, in any dtype.
+        part_lse: its log-sum-exp, like `lse`.
+    """
+    part_lse = part_lse.to(lse.dtype)
+    weight = (part_lse - lse).sigmoid_().t().unsqueeze(-1)
+    out.lerp_(part.to(out.dtype), weight.to(out.dtype))
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def check_inputs(
