@@ -80,7 +80,8 @@ def kernels(device: str, sizes: dict[str, Any]) -> Iterator[Row]:
         raise SystemExit(f"no kernel computes on {device}")
     for name, kernel in found.items():
         q, k, v, _ = rows_of(device, 16, 16, 1, 1, head_dim)
-        least = timed(lambda: kernel.forward(q, k, v, whole([16]), **mask), device, sizes["batch_s"])  # noqa: B023
+        segments = whole([16])
+        least = timed(lambda: kernel.forward(q, k, v, segments, **mask), device, sizes["batch_s"])  # noqa: B023
         yield {"kernel": name, "kind": "launch", "forward_s": least}
     for kind in ("whole", "end"):
         for (name, kernel), rows, heads in (

@@ -77,6 +77,19 @@ def test_dry_run_of_the_straggler_benchmark() -> None:
 
 
 @pytest.mark.full
+def test_dry_run_of_the_overlap_benchmark(tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.json", tmp_path / "overlap.svg"
+    times = ("--compute", "1", "--transfer", "1", "--repeat", "1")
+    shown = run("libra_overlap", *times, "--trace", str(trace), "--picture", str(picture))
+    assert "compute 1 ms, transfer 1 ms each way; median of 1" in shown
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    for chunks in (1, 4):
+        assert {f"{chunks} chunks, worker 0: {part}" for part in ("out", "compute", "home")} <= names
+    assert picture.read_text().startswith("<svg ")
+    assert "compute 0 ms" in run("libra_overlap", "--compute", "0", "--transfer", "0", "--repeat", "1")
+
+
+@pytest.mark.full
 def test_dry_run_of_the_gpu_benchmark(tmp_path: Path) -> None:
     report, calibration = tmp_path / "report.json", tmp_path / "calibration.json"
     shown = run("gpu_attention", "--device", "cpu", "--json", str(report), "--calibration", str(calibration))
