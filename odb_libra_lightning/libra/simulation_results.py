@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from odb_libra_lightning.libra.attention_costs import AttentionShape
+from odb_libra_lightning.libra.whole_numbers import checked_count
 
 Method = Literal["ulysses", "ulysses_sorted", "ring", "wlb", "distca", "tap", "tap_vrsp", "libra"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -21,12 +22,19 @@ class SimulatedRun:
         global_batch: packed sequences of an optimizer step, `GBS`.
         data_parallel: replicas, `DP`.
         shape: the attention layer and `CP`.
+
+    Raises:
+        ValueError: a number that is no whole number of at least 1, or far too large for a run.
     """
 
     sequence_length: int
     global_batch: int
     data_parallel: int
     shape: AttentionShape
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "global_batch", "data_parallel"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
 
     @property
     def accumulation(self) -> int:

@@ -279,7 +279,6 @@ def test_windows_are_as_many_as_the_documents_suffice_for():
         ({"context_parallel": 8}, "context_parallel=8 does not divide num_heads=4"),
         ({"num_kv_heads": 3}, "num_heads=4 is no multiple of num_kv_heads=3"),
         ({"methods": ("libra", "magic")}, "no method is called 'magic'"),
-        ({"data_parallel": 0}, "data_parallel=0"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_lengths_are_looked_at(changes, sentence):
@@ -297,6 +296,21 @@ def test_what_does_not_fit_is_refused_before_lengths_are_looked_at(changes, sent
         check_simulation(**settings)
     with pytest.raises(ValueError, match=sentence):
         simulate([-1], **settings)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, 10**21, 2.0, True, None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sequence_length", "global_batch", "data_parallel"),
+        *("context_parallel", "num_heads", "num_kv_heads", "head_dim", "bytes_per_element", "window"),
+    ],
+)
+def test_a_setting_that_is_no_count_of_a_sensible_size_is_refused(name, value):
+    if (name, value) == ("window", None):
+        return
+    with pytest.raises(ValueError, match=f"{name}={value}: expected a whole number from 1 to 2147483647"):
+        dataclasses.replace(SHAPE if hasattr(SHAPE, name) else run_of(8, 2, 2), **{name: value})
 
 
 @pytest.mark.parametrize(
