@@ -138,7 +138,7 @@ def test_a_pickle_holds_the_fields_alone():
 
 
 def test_where_a_tile_finds_no_room_all_are_cut_finer_until_loads_are_even():
-    """Four workers, blocks of 16 rows: one of the longest document has four fifths of the mean load, and fits nowhere."""
+    """Four workers, blocks of 16 rows: one of the longest document has 0.8 of the mean load and finds no room."""
     pool = Pool(documents=((23, 41), (64,)), block_size=16, head_shards=1, num_heads=2, num_kv_heads=1)
     coarse = tiles_of(pool)
     load = loads(pool, coarse, home_first(pool, coarse))
