@@ -76,12 +76,12 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodFigures:
-    """What one method gives at one grid point, over all windows. Bytes and seconds are those of one attention layer.
+    """What one method gives at one grid point, over all optimizer steps, of one attention layer.
 
     Attributes:
         method: its name in `METHODS`.
         point: its configuration; None where the grid does not matter.
-        inter_pool_imbalance: heaviest pool of an optimizer step over the mean pool, minus 1: mean over windows.
+        inter_pool_imbalance: heaviest pool of an optimizer step over the mean pool, minus 1: mean over the steps.
             Without pools, the same of the replicas' micro-batches.
         intra_pool_imbalance: heaviest worker of a pool over the mean worker, minus 1: mean over pools.
         worst_intra_pool_imbalance: the largest of them.
@@ -122,16 +122,14 @@ class Simulation:
 
     Attributes:
         run: what was simulated.
-        windows: optimizer steps that were replayed.
+        steps: optimizer steps that were replayed.
         documents: documents, and pieces of documents, in those steps.
         figures: one entry for each method and grid point.
-        choice: the grid point to take; None where `libra` was not simulated.
         notes: what was left out, in sentences.
     """
 
     run: SimulatedRun
-    windows: int
+    steps: int
     documents: int
     figures: tuple[MethodFigures, ...]
-    choice: Choice | None
     notes: tuple[str, ...]
