@@ -91,7 +91,10 @@ class PoolPlan:
     @cached_property
     def kernel_segments(self) -> KernelSegments:
         """What the kernel of every worker is called on."""
-        return kernel_segments(self.tiles, self.tile_worker)
+        segments = kernel_segments(self.tiles, self.tile_worker)
+        for field in fields(segments):
+            _frozen(getattr(segments, field.name))
+        return segments
 
     @cached_property
     def sent_bytes(self) -> NDArray[np.int64]:

@@ -116,7 +116,7 @@ def test_a_plan_cannot_be_changed(pickled: bool):
         plan.keys.start = plan.keys.stop  # type: ignore[misc]
     parts = [
         getattr(part, field.name)
-        for part in (plan.tiles, plan.queries, plan.keys)
+        for part in (plan.tiles, plan.queries, plan.keys, plan.kernel_segments)
         for field in dataclasses.fields(part)
     ]
     computed = [plan.tile_flops, plan.worker_load, plan.sent_bytes, plan.received_bytes]
