@@ -231,7 +231,7 @@ def latency_by_pool_size(corpora: Sequence[Corpus], batch: int, windows: int) ->
             ),
             grid=Grid(pool_sizes=sizes, head_shards=(4,), block_sizes=(corpus.block_size,), chunks=(4,)),
             methods=("ulysses", "ulysses_sorted", "libra"),
-            windows=windows,
+            steps=windows,
             seed=None,
         )
         by_size = {one.point.pool_size: one for one in found.figures if one.point is not None}

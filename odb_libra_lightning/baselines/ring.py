@@ -4,10 +4,10 @@ A packed sequence is cut in `2 CP` pieces of equal rows, and rank `r` computes p
 so that causal work of long documents is even. Sources: Ring Attention (Liu et al., arXiv:2310.01889); even work under a
 causal mask: Striped Attention (Brandon et al., arXiv:2311.09431).
 
-Public varlen implementations of zigzag cut each document in `2 CP` pieces, so that every document is even by itself; they
-need lengths that `2 CP` divides, and rows that are dealt out that way beforehand. Here rows come as Libra's homes have
-them, and the cut does not ask where documents end. So with packed short documents this ring's straggler ratio is worse
-than theirs would be.
+Public varlen implementations of zigzag cut each document in `2 CP` pieces, so that every document is even by itself;
+they need lengths that `2 CP` divides, and rows that are dealt out that way beforehand. Here rows come as Libra's homes
+have them, and the cut does not ask where documents end. So with packed short documents this ring's straggler ratio is
+worse than theirs would be.
 """
 
 from __future__ import annotations

@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 
 from odb_libra_lightning.data.length_files import read_lengths
 from odb_libra_lightning.data.length_mixes import LENGTH_MIXES, length_mix
+from odb_libra_lightning.libra.whole_numbers import checked_count
 
 Progress = Callable[[int, int], None]
 
+_WITH_COLUMNS = (".jsonl", ".parquet")
+_MOST_DRAWN = 10**8  # documents of a mix: what memory of a workstation holds
 _DRAWN_AT_ONCE = 1.1  # times the documents that the mean length says are needed
 
 
@@ -38,11 +41,14 @@ def document_lengths(
         progress: called with the samples of a dataset that have been read and are to be read.
 
     Raises:
-        ValueError: nothing of that name, or one that has no lengths; one sentence.
+        ValueError: nothing of that name, one that has no lengths, a column of what has none, or more documents of a
+            mix than memory holds; one sentence.
     """
-    if documents is not None and documents < 1:
-        raise ValueError(f"documents={documents}: expected a whole number of at least 1")
+    if documents is not None:
+        checked_count("documents", documents)
     path = Path(source)
+    if column is not None and (path.suffix in (".yaml", ".yml") or (source in LENGTH_MIXES and not path.exists())):
+        raise ValueError(f"--column {column} names a field of a .jsonl or .parquet file; {source} has none")
     if path.suffix in (".yaml", ".yml"):
         return _recipe_lengths(path, documents, seed, progress)
     if source in LENGTH_MIXES and not path.exists():
@@ -55,13 +61,24 @@ def document_lengths(
         lengths = read_lengths(path, column=column)
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from error
+    except ValueError as error:
+        if path.suffix in _WITH_COLUMNS and "column" in str(
+            error
+        ):  # the reader does not know what the option is called
+            raise ValueError(f"{error}; the option is --column") from error
+        raise
     return lengths[_some(len(lengths), documents, seed)]
 
 
 def _mix_lengths(name: str, tokens: int, documents: int | None, seed: int) -> NDArray[np.int64]:
+    size = documents or int(_DRAWN_AT_ONCE * tokens / LENGTH_MIXES[name].mean) + 1
+    if size > _MOST_DRAWN:
+        raise ValueError(
+            f"{size} documents of {name} would be drawn, and at most {_MOST_DRAWN} are: take fewer documents, steps or "
+            "packed sequences, or give a file of lengths"
+        )
     if documents is not None:
         return length_mix(name, documents, seed=seed)
-    size = int(_DRAWN_AT_ONCE * tokens / LENGTH_MIXES[name].mean) + 1
     # Of long tails a draw can fall short of its mean by far.
     while (lengths := length_mix(name, size, seed=seed)).sum() < tokens:
         size *= 2

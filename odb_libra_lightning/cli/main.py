@@ -112,7 +112,9 @@ def simulate_command(
     global_batch: Annotated[int, typer.Option(help="Packed sequences of an optimizer step, GBS.")] = 128,
     data_parallel: Annotated[int, typer.Option(help="Replicas, DP.")] = 16,
     context_parallel: Annotated[int, typer.Option(help="Workers of a replica, CP.")] = 8,
-    pool_size: Annotated[str, typer.Option(help="Replicas of a pool, P; several: 4,8.")] = "4,8",
+    pool_size: Annotated[
+        str | None, typer.Option(help="Replicas of a pool, P; several: 4,8. Default: of these those that divide DP.")
+    ] = None,
     block_size: Annotated[str, typer.Option(help="Rows of a block, B; several.")] = "4K,8K",
     head_shards: Annotated[str, typer.Option(help="Shards of the query heads, H; several.")] = "2,4,8",
     chunks: Annotated[str, typer.Option(help="Slices of a tile's heads, M; several.")] = "4",
@@ -125,7 +127,7 @@ def simulate_command(
     methods: Annotated[
         str, typer.Option(help="Methods to compare, with commas.")
     ] = "ulysses,ulysses_sorted,ring,wlb,distca,tap,tap_vrsp,libra",
-    windows: Annotated[int, typer.Option(help="Optimizer steps to replay.")] = 4,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to replay.")] = 4,
     documents: Annotated[int | None, typer.Option(help="Documents to take at most. Default: as needed.")] = None,
     column: Annotated[str | None, typer.Option(help="Field of a .jsonl or .parquet file.")] = None,
     calibration: Annotated[Path | None, typer.Option(help="Figures of the cluster, a JSON file.")] = None,
@@ -160,7 +162,7 @@ def simulate_command(
             window=window,
             packing=packing,
             methods=methods,
-            windows=windows,
+            steps=steps,
             documents=documents,
             column=column,
             calibration=calibration,

@@ -20,9 +20,19 @@ from odb_libra_lightning.cli.length_sources import document_lengths
 from odb_libra_lightning.cli.output_files import check_outputs, write_whole
 from odb_libra_lightning.libra.attention_costs import AttentionShape
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
-from odb_libra_lightning.libra.scaling import ScalingFigures, check_scaling, scaling
-from odb_libra_lightning.libra.simulation_results import METHODS, Grid, Method, MethodFigures, SimulatedRun, Simulation
+from odb_libra_lightning.libra.choice import choose, three_digits
+from odb_libra_lightning.libra.scaling import ScalingFigures, check_linear_seconds, check_scaling, scaling
+from odb_libra_lightning.libra.simulation_results import (
+    METHODS,
+    Choice,
+    Grid,
+    Method,
+    MethodFigures,
+    SimulatedRun,
+    Simulation,
+)
 from odb_libra_lightning.libra.simulator import Packing, check_simulation, simulate
+from odb_libra_lightning.libra.whole_numbers import checked_count
 
 _WIDTH = 100  # of lines where stdout is no terminal
 
@@ -36,7 +46,7 @@ class SimulateOptions:
     global_batch: int = 128
     data_parallel: int = 16
     context_parallel: int = 8
-    pool_size: str = "4,8"
+    pool_size: str | None = None
     block_size: str = "4K,8K"
     head_shards: str = "2,4,8"
     chunks: str = "4"
@@ -47,7 +57,7 @@ class SimulateOptions:
     window: str | None = None
     packing: str = "sequential"
     methods: str = ",".join(METHODS)
-    windows: int = 4
+    steps: int = 4
     documents: int | None = None
     column: str | None = None
     calibration: Path | None = None
@@ -66,7 +76,8 @@ def run_simulation(options: SimulateOptions, *, notice: Callable[[str], None]) -
         notice: is called with sentences for stderr.
 
     Returns:
-        `simulation`, a `Simulation`; `calibration`, a `Calibration`; `scaling`, a tuple of `ScalingFigures`.
+        `simulation`, a `Simulation`; `choice`, a `Choice` or None; `calibration`, a `Calibration`; `scaling`, a tuple
+        of `ScalingFigures`.
 
     Raises:
         ValueError: an option that cannot be used, before anything is computed; one sentence.
@@ -85,13 +96,18 @@ def run_simulation(options: SimulateOptions, *, notice: Callable[[str], None]) -
         ),
     )
     grid = Grid(
-        pool_sizes=parse_counts(options.pool_size, "--pool-size"),
+        pool_sizes=(
+            _usual_pool_sizes(run.data_parallel)
+            if options.pool_size is None
+            else parse_counts(options.pool_size, "--pool-size")
+        ),
         head_shards=parse_counts(options.head_shards, "--head-shards"),
         block_sizes=parse_counts(options.block_size, "--block-size"),
         chunks=parse_counts(options.chunks, "--chunks"),
     )
     methods = cast("list[Method]", [name.strip() for name in options.methods.split(",")])
     check_simulation(run, grid, methods)
+    check_linear_seconds(options.linear_seconds)
     degrees = () if options.scaling is None else parse_counts(options.scaling, "--scaling")
     if degrees and "libra" not in methods:
         raise ValueError("--scaling shows the chosen configuration of libra: add libra to --methods")
@@ -99,11 +115,12 @@ def run_simulation(options: SimulateOptions, *, notice: Callable[[str], None]) -
         check_scaling(run, grid, methods, data_parallel=degrees, linear_seconds=options.linear_seconds)
     if options.packing not in get_args(Packing):
         raise ValueError(f"--packing {options.packing}: choose one of {', '.join(get_args(Packing))}")
-    if options.windows < 1:
-        raise ValueError(f"--windows {options.windows}: simulate at least 1 optimizer step")
+    checked_count("--steps", options.steps)
+    if options.seed < 0:
+        raise ValueError(f"--seed {options.seed}: expected a whole number of at least 0")
     calibration = DEFAULT_CALIBRATION if options.calibration is None else Calibration.from_json(options.calibration)
     _check_files(options)
-    tokens = (options.windows * run.global_batch + 1) * run.sequence_length
+    tokens = (options.steps * run.global_batch + 1) * run.sequence_length
     with _progress_bar("Reading lengths") as advance:
         lengths = document_lengths(
             options.lengths,
@@ -126,26 +143,28 @@ def run_simulation(options: SimulateOptions, *, notice: Callable[[str], None]) -
             run=run,
             grid=grid,
             methods=methods,
-            windows=options.windows,
+            steps=options.steps,
             packing=packing,
             calibration=calibration,
             seed=options.seed,
             progress=advance,
         )
-    if found.windows < options.windows:
-        notice(f"The documents of {options.lengths} suffice for {found.windows} of {options.windows} windows.")
+    if found.steps < options.steps:
+        notice(f"The documents of {options.lengths} suffice for {found.steps} of {options.steps} optimizer steps.")
     for note in found.notes:
         notice(note)
+    with _progress_bar("Planning pools of half and twice the size") as advance:
+        choice = choose(found, lengths, packing=packing, calibration=calibration, seed=options.seed, progress=advance)
     scaled: tuple[ScalingFigures, ...] = ()
-    if degrees and found.choice is not None:
+    if degrees and choice is not None:
         scaled = scaling(
             lengths,
             run=run,
-            point=found.choice.point,
+            point=choice.point,
             data_parallel=degrees,
             methods=[method for method in ("ulysses", "ulysses_sorted", "libra") if method in methods],
             linear_seconds=options.linear_seconds,
-            windows=options.windows,
+            steps=options.steps,
             packing=packing,
             calibration=calibration,
             seed=options.seed,
@@ -156,8 +175,8 @@ def run_simulation(options: SimulateOptions, *, notice: Callable[[str], None]) -
     if options.picture is not None:
         from odb_libra_lightning.cli.simulation_picture import draw_simulation
 
-        write_whole(options.picture, lambda path: draw_simulation(found, path), option="--picture")
-    return {"simulation": found, "calibration": calibration, "scaling": scaled}
+        write_whole(options.picture, lambda path: draw_simulation(found, choice, path), option="--picture")
+    return {"simulation": found, "choice": choice, "calibration": calibration, "scaling": scaled}
 
 
 def parse_count(text: str, option: str) -> int:
@@ -182,9 +201,9 @@ def parse_counts(text: str, option: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(parse_count(part, option) for part in text.split(",")))
 
 
-def at_choice(found: Simulation) -> list[MethodFigures]:
+def at_choice(found: Simulation, choice: Choice | None) -> list[MethodFigures]:
     """One entry a method: at the chosen grid point where the method has it, else at its own best."""
-    point = found.choice.point if found.choice is not None else None
+    point = choice.point if choice is not None else None
 
     def fitness(one: MethodFigures) -> tuple[bool, float]:
         cut = one.point is not None and point is not None and _cut(one.method, one.point) == _cut(one.method, point)
@@ -220,6 +239,7 @@ def as_json(results: dict[str, Any]) -> dict[str, Any]:
     found: Simulation = results["simulation"]
     return {
         **dataclasses.asdict(found),
+        "choice": None if results["choice"] is None else dataclasses.asdict(results["choice"]),
         "calibration": dataclasses.asdict(results["calibration"]),
         "scaling": [dataclasses.asdict(one) for one in results["scaling"]],
     }
@@ -228,35 +248,36 @@ def as_json(results: dict[str, Any]) -> dict[str, Any]:
 def print_results(results: dict[str, Any]) -> None:
     """Tables on stdout, then the choice and why."""
     found: Simulation = results["simulation"]
+    choice: Choice | None = results["choice"]
     plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # text can come from a file
     console = Console(**plain)
     if not console.is_terminal:
         console = Console(**plain, width=_WIDTH)
     run = found.run
     console.print(
-        f"{found.windows} x {run.global_batch} packed sequences of {run.sequence_length:,} tokens "
+        f"{found.steps} x {run.global_batch} packed sequences of {run.sequence_length:,} tokens "
         f"({found.documents:,} documents and pieces) on {run.data_parallel} x {run.shape.context_parallel} workers. "
         "Times are of one attention layer, forward and backward."
     )
-    console.print(_table("Methods, at the chosen configuration", at_choice(found), found))
+    console.print(_table("Methods, at the chosen configuration", at_choice(found, choice), found, choice))
     swept = [one for one in found.figures if one.method == "libra"]
     if len(swept) > 1:
-        console.print(_table("Libra, over the grid", swept, found))
+        console.print(_table("Libra, over the grid", swept, found, choice))
     if results["scaling"]:
         console.print(_scaling_table(results["scaling"]))
-    if found.choice is not None:
-        console.print(f"\n{found.choice.reason}")
+    if choice is not None:
+        console.print(f"\n{choice.reason}")
     console.print(f"\nLatencies are predicted, with figures that are {results['calibration'].source}.")
 
 
-def _table(title: str, rows: Sequence[MethodFigures], found: Simulation) -> Table:
+def _table(title: str, rows: Sequence[MethodFigures], found: Simulation, choice: Choice | None) -> Table:
     table = _plain_table(title)
     table.add_column("\nmethod")
     numbers = ("\nP", "\nH", "\nB", "\nM", "inter-\npool", "intra\nmean", "intra\nworst", "moved\nGiB", "most\nGiB")
     for name in (*numbers, "mean\nms", "worst\nms", "speed\nmean", "speed\nworst"):
         table.add_column(name, justify="right")
     base = next((one for one in found.figures if one.method == "ulysses"), None)
-    chosen = found.choice.point if found.choice is not None else None
+    chosen = choice.point if choice is not None else None
     for one in rows:
         point = one.point
         cells = ["", "", "", ""]
@@ -273,7 +294,7 @@ def _table(title: str, rows: Sequence[MethodFigures], found: Simulation) -> Tabl
             one.method,
             *cells,
             *(f"{share:.2%}" if share < 0.1 else f"{share:.1%}" for share in imbalances),
-            *map(_three_digits, sizes),
+            *map(three_digits, sizes),
             *speeds,
             style="bold" if one.method == "libra" and point == chosen else None,
         )
@@ -285,7 +306,7 @@ def _scaling_table(scaled: Sequence[ScalingFigures]) -> Table:
     for name in ("method", "data parallel", "step ms", "speed-up", "efficiency"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for one in scaled:
-        numbers = (_three_digits(one.step_seconds * 1e3), f"{one.speedup:.2f}x", f"{one.efficiency:.1%}")
+        numbers = (three_digits(one.step_seconds * 1e3), f"{one.speedup:.2f}x", f"{one.efficiency:.1%}")
         table.add_row(one.method, str(one.data_parallel), *numbers)
     return table
 
@@ -295,10 +316,10 @@ def _plain_table(title: str) -> Table:
     return Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
 
 
-def _three_digits(number: float) -> str:
-    if number >= 100:
-        return f"{number:,.0f}"
-    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+def _usual_pool_sizes(data_parallel: int) -> tuple[int, ...]:
+    """4 and 8 replicas where they divide the replicas of the run, else the largest number below that does."""
+    fitting = [size for size in range(1, 9) if data_parallel % size == 0]
+    return tuple(size for size in fitting if size in (4, 8)) or (fitting[-1],)
 
 
 def _check_files(options: SimulateOptions) -> None:

@@ -8,16 +8,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from odb_libra_lightning.cli.simulate import at_choice
-from odb_libra_lightning.libra.simulation_results import GridPoint, MethodFigures, Simulation
+from odb_libra_lightning.libra.simulation_results import Choice, GridPoint, MethodFigures, Simulation
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#1f6fb4", "#e07b1a", "#3a923a", "#9aa5b1"
 
 
-def draw_simulation(found: Simulation, path: Path) -> None:
+def draw_simulation(found: Simulation, choice: Choice | None, path: Path) -> None:
     """Write a picture; the ending of its name, `.svg` or `.png`, says the format."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     methods, pools = figure.subplots(1, 2)
-    rows = at_choice(found)
+    rows = at_choice(found, choice)
     for offset, colour, label, values in (
         (-0.2, _BLUE, "mean micro-step", [one.mean_latency * 1e3 for one in rows]),
         (0.2, _GREY, "worst micro-step", [one.worst_latency * 1e3 for one in rows]),
@@ -30,7 +30,7 @@ def draw_simulation(found: Simulation, path: Path) -> None:
     methods.legend(frameon=False)
     methods.spines[["top", "right"]].set_visible(False)
 
-    sweep = _by_pool_size(found)
+    sweep = _by_pool_size(found, choice)
     imbalance = pools.twinx()
     if sweep:
         sizes = [str(point.pool_size) for point, _ in sweep]
@@ -59,11 +59,11 @@ def draw_simulation(found: Simulation, path: Path) -> None:
 _IMBALANCES = ("inter_pool_imbalance", "worst_intra_pool_imbalance")
 
 
-def _by_pool_size(found: Simulation) -> list[tuple[GridPoint, MethodFigures]]:
+def _by_pool_size(found: Simulation, choice: Choice | None) -> list[tuple[GridPoint, MethodFigures]]:
     """Libra's figures at the chosen H, B and M, by pool size."""
-    if found.choice is None:
+    if choice is None:
         return []
-    chosen = found.choice.point
+    chosen = choice.point
     swept = [
         (one.point, one)
         for one in found.figures

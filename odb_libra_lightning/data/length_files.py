@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from odb_libra_lightning.libra.load import checked_lengths
+
 FIELDS = ("length", "num_tokens", "tokens", "input_ids")
 
 _FORMATS = (
@@ -51,28 +53,6 @@ def read_lengths(path: str | Path, *, column: str | None = None) -> NDArray[np.i
         return checked_lengths(read(path, column), where=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); expected {_FORMATS}") from error
-
-
-def checked_lengths(lengths: ArrayLike, *, where: str) -> NDArray[np.int64]:
-    """The lengths as int64 `[lengths]`.
-
-    Args:
-        lengths: lengths in tokens.
-        where: where they come from, for the error.
-
-    Raises:
-        ValueError: no lengths, one below 1, or what is not a flat list of whole numbers below 2**63.
-    """
-    tokens = np.asarray(lengths)
-    if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
-        raise ValueError(
-            f"{where}: expected a flat list of whole numbers with at least one, got {tokens.dtype} of shape "
-            f"{list(tokens.shape)}"
-        )
-    if tokens.min() < 1 or tokens.max() >= 2**63:
-        at = int(tokens.argmin() if tokens.min() < 1 else tokens.argmax())
-        raise ValueError(f"{where}: length {int(tokens[at])} at position {at}, expected at least 1 token, below 2**63")
-    return tokens.astype(np.int64)
 
 
 def _npy(path: Path, column: str | None) -> NDArray[Any]:

@@ -1,11 +1,11 @@
 """Distributions of sample lengths by name, for simulations, benchmarks and tests.
 
 A mix is a recipe for lengths, not data: log-normal pieces whose spread is that of a real dataset, or a histogram of
-one. Where a source gives
-a figure the mix has it, and `LengthMix.source` says which figures those are; the others are our choice.
+one. Where a source gives a figure the mix has it, and `LengthMix.source` says which figures those are; the others are
+our choice.
 
-To add a mix to the registry, add it to `LENGTH_MIXES` below. To use one without that, build a `LengthMix` and call
-its `sample`.
+To add a mix to the registry, enter it into `LENGTH_MIXES` in this file. To use one without that, build a `LengthMix`
+and call its `sample`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
-
-from odb_libra_lightning.data.length_files import checked_lengths, read_lengths
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
 
@@ -238,26 +235,3 @@ def length_mix(name: str, size: int, *, seed: int = 0) -> NDArray[np.int64]:
     if name not in LENGTH_MIXES:
         raise ValueError(f"no length mix is called {name!r}: there are {sorted(LENGTH_MIXES)}")
     return LENGTH_MIXES[name].sample(size, seed=seed)
-
-
-def empirical_lengths(
-    observed: str | Path | Sequence[int] | NDArray[np.integer], size: int, *, seed: int = 0
-) -> NDArray[np.int64]:
-    """Lengths drawn with replacement from observed ones: int64 `[size]`, the same for the same seed.
-
-    Args:
-        observed: the lengths in tokens, each at least 1; or a file of them, see `read_lengths`.
-        size: number of lengths to draw.
-        seed: seed of the draw.
-
-    Raises:
-        ValueError: no lengths, a length below 1, what is not a flat list of whole numbers, or a file as in
-            `read_lengths`.
-    """
-    if size < 0:
-        raise ValueError(f"size={size}: a number of lengths is at least 0")
-    if isinstance(observed, str | Path):
-        lengths = read_lengths(observed)
-    else:
-        lengths = checked_lengths(observed, where="observed")
-    return np.random.default_rng(seed).choice(lengths, size=size)

@@ -16,6 +16,7 @@ from odb_libra_lightning.libra.calibration import Calibration
 from odb_libra_lightning.libra.latency import Seconds, exchange_seconds, kernel_seconds, pipeline_seconds
 from odb_libra_lightning.libra.load import causal_pairs
 from odb_libra_lightning.libra.pool_plan import Phase, PoolPlan
+from odb_libra_lightning.libra.whole_numbers import checked_count
 
 _SUM_BYTES = 4  # of an element that partial results are added up in: float32
 
@@ -31,6 +32,9 @@ class AttentionShape:
         head_dim: elements of a head.
         bytes_per_element: 2 for bf16.
         window: keys that a query sees at the most, its own included; None: all before it.
+
+    Raises:
+        ValueError: a number that is no whole number of at least 1, or far too large for a layer.
     """
 
     context_parallel: int
@@ -39,6 +43,12 @@ class AttentionShape:
     head_dim: int
     bytes_per_element: int
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.name != "window":
+                object.__setattr__(self, field.name, checked_count(field.name, value))
 
     @property
     def row_bytes(self) -> int:
@@ -181,7 +191,7 @@ def pool_cost(plan: PoolPlan, *, chunks: int, first_worker: int, calibration: Ca
 
     Complexity: O(segments + tiles + M (transfers + W^2)).
     """
-    plan = dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, chunks=chunks))
+    plan = plan.with_chunks(chunks)
     forward = pool_kernel_seconds(plan, calibration)
     launch = np.where(forward > 0, calibration.launch_seconds, 0.0)
 

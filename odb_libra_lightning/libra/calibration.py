@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import reprlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from odb_libra_lightning.libra.whole_numbers import checked_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,8 @@ class Calibration:
         inter_node_beta: bytes/s of a worker to other nodes, in each direction.
 
     Raises:
-        ValueError: a figure that is not a positive number, or a table that does not fit its axes.
+        ValueError: no source; a figure that is not a number above 0 (0 is allowed for `launch_seconds` and the two
+            alphas), or beyond what can be computed with; an efficiency above 1; a table that does not fit its axes.
     """
 
     source: str
@@ -54,16 +59,13 @@ class Calibration:
     inter_node_beta: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.source, str):
-            raise ValueError(f"source: expected text that says where the figures come from, got {self.source!r}")
-        for name in _NUMBERS:
-            _check_positive(name, getattr(self, name))
-        if not isinstance(self.workers_per_node, int):
-            raise ValueError(f"workers_per_node: expected a whole number, got {self.workers_per_node!r}")
+        if not isinstance(self.source, str) or not self.source.strip() or not self.source.isprintable():
+            raise ValueError(f"source: expected a line of text that says where figures come from, got {self.source!r}")
+        for name in _FIGURES:
+            object.__setattr__(self, name, _figure(name, getattr(self, name), or_zero=name in _MAY_BE_ZERO))
+        object.__setattr__(self, "workers_per_node", checked_count("workers_per_node", self.workers_per_node))
         for name in ("efficiency_rows", "efficiency_heads"):
-            axis = _sequence(name, getattr(self, name))
-            for value in axis:
-                _check_positive(name, value)
+            axis = tuple(checked_count(name, value) for value in _sequence(name, getattr(self, name)))
             if list(axis) != sorted(set(axis)):
                 raise ValueError(f"{name}: expected ascending numbers, each once, got {list(axis)}")
             object.__setattr__(self, name, axis)
@@ -74,10 +76,8 @@ class Calibration:
                 f"efficiency: expected {rows} rows of {heads} numbers, one for each of efficiency_rows and "
                 f"efficiency_heads, got rows of {[len(row) for row in table]}"
             )
-        for row in table:
-            for value in row:
-                _check_positive("efficiency", value)
-        object.__setattr__(self, "efficiency", table)
+        shares = tuple(tuple(_figure("efficiency", value, most=1.0) for value in row) for row in table)
+        object.__setattr__(self, "efficiency", shares)
 
     def efficiency_at(self, rows: ArrayLike, heads: float) -> NDArray[np.float64]:
         """Share of `peak_flops` on segments of so many rows: bilinear in log2, constant beyond the table's edges.
@@ -96,12 +96,12 @@ class Calibration:
         """Read a calibration file.
 
         Raises:
-            ValueError: a file that cannot be read, or a key that is unknown, missing or no such figure; one sentence
-                with the file and the key.
+            ValueError: a file that cannot be read, or a key that is unknown, missing, there twice or no such figure;
+                one sentence with the file and the key.
         """
         try:
-            figures = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            figures = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_distinct)
+        except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             raise ValueError(f"calibration {path} cannot be read as JSON: {reason}") from error
         if not isinstance(figures, Mapping):
@@ -123,21 +123,30 @@ class Calibration:
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-_NUMBERS = tuple(
-    field.name
-    for field in dataclasses.fields(Calibration)
-    if field.name not in ("source", "efficiency", "efficiency_rows", "efficiency_heads")
-)
+_LARGEST = 1e50  # and its inverse the smallest: products of figures stay far from what a float cannot hold
+_MAY_BE_ZERO = ("launch_seconds", "intra_node_alpha", "inter_node_alpha")
+_FIGURES = ("peak_flops", "backward_ratio", "intra_node_beta", "inter_node_beta", *_MAY_BE_ZERO)
 
 
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+def _figure(name: str, value: Any, *, most: float = _LARGEST, or_zero: bool = False) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (1 / _LARGEST <= value <= most or (or_zero and value == 0)):
+        least = "0, or from 1e-50" if or_zero else "from 1e-50"
+        raise ValueError(f"{name}: expected a number {least} to {most:g}, got {reprlib.repr(value)}")
+    return float(value)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file. A key that stands there twice would count once, and nobody would know which."""
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"key {twice[0]} stands there twice")
+    return dict(pairs)
 
 
 def _sequence(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"{name}: expected a list with at least one entry, got {value!r}")
+        raise ValueError(f"{name}: expected a list with at least one entry, got {reprlib.repr(value)}")
     return tuple(value)
 
 

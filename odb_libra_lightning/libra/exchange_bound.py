@@ -15,6 +15,7 @@ import numpy as np
 
 from odb_libra_lightning.libra.load import causal_pairs
 from odb_libra_lightning.libra.pool_plan import PoolPlan
+from odb_libra_lightning.libra.tiles import sum_by
 
 
 def busiest_floor(plan: PoolPlan) -> int:
@@ -25,23 +26,23 @@ def busiest_floor(plan: PoolPlan) -> int:
     """
     tiles, layout = plan.tiles, plan.layout
     capacity = int(plan.worker_load.max())
-    home_load = np.bincount(tiles.block_home, tiles.block_pairs, plan.num_workers) * layout.num_heads
+    home_load = sum_by(tiles.block_home, tiles.block_pairs, plan.num_workers) * layout.num_heads
     floor = 0.0
     for worker in range(plan.num_workers):
         start, stop = tiles.home_start[worker : worker + 2]
-        sent = _surplus_rows(plan, worker, home_load[worker] - capacity) * layout.num_heads
+        sent = _surplus_rows(plan, worker, int(home_load[worker]) - capacity) * layout.num_heads
         if layout.window is None:
             behind = (tiles.segment_start >= stop) & (tiles.segment_key_start < stop)
             if behind.any():
                 document = tiles.segment_key_start[behind][0]
                 queries = tiles.segment_start[behind][0] - document, tiles.segment_stop[behind][-1] - document
-                copies = causal_pairs(*map(int, queries)) * layout.num_heads / capacity - 1  # one may be at home
-                sent += max(copies, 0) * 2 * (stop - max(start, document))
+                away = causal_pairs(*map(int, queries)) * layout.num_heads - capacity  # one worker is the home itself
+                sent += max(away, 0) * 2 * int(stop - max(start, document)) / capacity
         floor = max(floor, float(sent) * layout.row_bytes)
     return int(floor)
 
 
-def _surplus_rows(plan: PoolPlan, worker: int, surplus: float) -> float:
+def _surplus_rows(plan: PoolPlan, worker: int, surplus: int) -> float:
     """The fewest rows of a worker's home that bear so much work."""
     if surplus <= 0:
         return 0.0

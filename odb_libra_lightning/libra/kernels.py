@@ -193,8 +193,8 @@ def score_scale(scale: float | None, head_dim: int) -> float:
 def merge_parts(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Take attention over further keys into attention over some keys, in place.
 
-    Parts weigh as the sums of their exponentials. Their weights are not `exp(lse - total)` each: where scores are large,
-    so is what `lse` is rounded by, and these would not add up to one.
+    Parts weigh as the sums of their exponentials. Their weights are not `exp(lse - total)` each: where scores are
+    large, so is what `lse` is rounded by, and these would not add up to one.
 
     Args:
         out: output over the keys so far, [n, heads, D]; 0 where there were none.

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from numbers import Integral
 from typing import Literal, get_args
 
 import numpy as np
 
+from odb_libra_lightning.libra.whole_numbers import checked_count
+
 Placement = Literal["home_first", "paper"]
 Fetch = Literal["prefix", "document"]
 
-_LARGEST = 2**31 - 1
 _COUNTS = (
     "context_parallel",
     "block_size",
@@ -86,7 +86,7 @@ class PoolLayout:
         for name in (*_COUNTS, "window", "sequence_length"):
             value = getattr(self, name)
             if value is not None or name in _COUNTS:
-                object.__setattr__(self, name, _count(name, value))
+                object.__setattr__(self, name, checked_count(name, value))
         try:
             tau = math.nan if isinstance(self.tau, str | bool) else float(self.tau)
         except (TypeError, ValueError):
@@ -198,7 +198,7 @@ def check_degrees(
         ("context_parallel", context_parallel),
         ("block_size", block_size),
     ):
-        _count(name, value)
+        checked_count(name, value)
     if data_parallel % pool_size:
         raise ValueError(
             f"pool_size={pool_size} does not divide data_parallel={data_parallel}; "
@@ -223,12 +223,6 @@ def check_degrees(
             f"(sequence_length={sequence_length}, context_parallel={context_parallel}); "
             f"{divisors_near(home, block_size)} would fit"
         )
-
-
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _LARGEST:
-        raise ValueError(f"{name}={value!r}: expected a whole number from 1 to {_LARGEST}")
-    return int(value)
 
 
 def divisors_near(number: int, wanted: int) -> str:

@@ -128,7 +128,8 @@ def pool_imbalance(loads: Loads, pools: Sequence[Sequence[int]]) -> float:
     if sorted(members) != list(range(len(work))):
         raise ValueError(f"the pools hold {len(members)} positions: expected each of 0..{len(work) - 1} exactly once")
     values = work.tolist()
-    return _above_mean(max(_total(values[i] for i in pool) for pool in pools), values, len(pools))
+    heaviest = max(_total(values[i] for i in pool) for pool in pools)
+    return _above_mean(heaviest, _total(values), len(pools))
 
 
 def imbalance_floor(loads: Loads, pool_size: int, *, outliers: int = 1) -> float:
@@ -152,20 +153,20 @@ def imbalance_floor(loads: Loads, pool_size: int, *, outliers: int = 1) -> float
     Raises:
         ValueError: as in `checked_loads`, or `outliers` below 1.
 
-    Complexity: O(n log n).
+    Complexity: O(n log n), with any number of outliers.
     """
     work = np.sort(checked_loads(loads, pool_size=pool_size)).tolist()
     if outliers < 1:
         raise ValueError(f"outliers={outliers}: expected at least 1, the heaviest packed sequence")
-    pools = len(work) // pool_size
+    pools, total = len(work) // pool_size, _total(work)
     floor = 0.0
     heavy = light = 0
     for j in range(1, min(outliers, pools) + 1):
         heavy += work[-j]
         light += _total(work[(j - 1) * (pool_size - 1) : j * (pool_size - 1)])
-        apart = _above_mean(heavy + light, work, pools, share=j)
+        apart = _above_mean(heavy + light, total, pools, share=j)
         if j > 1 and pool_size > 1:
-            together = _above_mean(work[-j] + work[1 - j] + _total(work[: pool_size - 2]), work, pools)
+            together = _above_mean(work[-j] + work[1 - j] + _total(work[: pool_size - 2]), total, pools)
             apart = min(apart, together)
         floor = max(floor, apart)
     return floor
@@ -191,11 +192,10 @@ def expected_imbalance(loads: Loads, pool_size: int) -> float:
     return float(work.std() / work.mean() / math.sqrt(pool_size) * math.sqrt(2 * math.log(pools)))
 
 
-def _above_mean(load: float, loads: list[Any], pools: int, *, share: int = 1) -> float:
-    """How far so many pools of that load together lie above as many means."""
-    total = _total(loads) * share
+def _above_mean(load: float, total: float, pools: int, *, share: int = 1) -> float:
+    """`load * pools / (share * total) - 1`: how far `share` of all pools, of that load together, lie above the mean."""
     # One division of exact integers, so that equal pools give 0 and not some 1e-16.
-    return (load * pools - total) / total if total else 0.0
+    return (load * pools - share * total) / (share * total) if total else 0.0
 
 
 def _total(loads: Iterable[Any]) -> Any:
@@ -238,23 +238,31 @@ def checked_loads(loads: Loads, *, pool_size: int = 1) -> NDArray[np.int64] | ND
     return work.astype(np.int64)
 
 
-def checked_lengths(lengths: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+def checked_lengths(lengths: ArrayLike, *, where: str = "") -> NDArray[np.int64]:
     """Document lengths as int64 `[documents]`.
 
+    Args:
+        lengths: tokens of each document.
+        where: where they come from, for the error.
+
     Raises:
-        ValueError: no lengths, one below 1, or what is not a flat list of whole numbers.
+        ValueError: no lengths, one below 1, what is not a flat list of whole numbers, or more than 2**62 tokens
+            together.
     """
     tokens = np.asarray(lengths)
+    where = where and f"{where}: "
     if not tokens.size:
-        raise ValueError("no document lengths: expected at least one")
+        raise ValueError(f"{where}no document lengths: expected at least one")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(
-            f"document lengths of type {tokens.dtype} and shape {list(tokens.shape)}: expected a flat list of whole "
-            "numbers"
+            f"{where}document lengths of type {tokens.dtype} and shape {list(tokens.shape)}: expected a flat list of "
+            "whole numbers"
         )
     if tokens.min() < 1 or tokens.max() > _LARGEST_SUM:
         at = int(tokens.argmin() if tokens.min() < 1 else tokens.argmax())
-        raise ValueError(f"document length {int(tokens[at])} at position {at}: expected 1 token to 2**62")
+        raise ValueError(f"{where}document length {int(tokens[at])} at position {at}: expected 1 token to 2**62")
+    if int(tokens.max()) * tokens.size > _LARGEST_SUM and sum(tokens.tolist()) > _LARGEST_SUM:
+        raise ValueError(f"{where}document lengths sum to {sum(tokens.tolist())}: at most 2**62 tokens would fit")
     return tokens.astype(np.int64)
 
 

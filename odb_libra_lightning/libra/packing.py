@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.load import attention_load, checked_lengths
+from odb_libra_lightning.libra.whole_numbers import LARGEST_SETTING, checked_count
+
+_MOST_TOKENS = 2**62  # of all documents together: sums stay within int64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +67,11 @@ class PackedSequences:
 
 
 def pack_sequential(
-    document_lengths: Sequence[int] | NDArray[np.integer], sequence_length: int, *, drop_last: bool = False
+    document_lengths: Sequence[int] | NDArray[np.integer],
+    sequence_length: int,
+    *,
+    drop_last: bool = False,
+    most: int | None = None,
 ) -> PackedSequences:
     """Documents end to end, cut every `sequence_length` tokens: only the last sequence has padding.
 
@@ -78,17 +85,26 @@ def pack_sequential(
         document_lengths: lengths in the order of the stream, tokens, each at least 1.
         sequence_length: tokens a packed sequence, `L`, at least 1.
         drop_last: leave out the last sequence if it is not full; what it would hold is in no sequence then.
+        most: make no more sequences than so many; what they would hold is left out. None: all.
 
     Raises:
-        ValueError: no documents, a length below 1, or a sequence length below 1.
+        ValueError: no documents, a length below 1, more than 2**62 tokens, more than 2**31 - 1 sequences, or a
+            `sequence_length` or `most` that is no whole number of at least 1.
 
-    Complexity: O(n + tokens / L), vectorised.
+    Complexity: O(n + sequences), vectorised.
     """
     lengths = checked_lengths(document_lengths)
-    _check_sequence_length(sequence_length)
+    sequence_length = checked_count("sequence_length", sequence_length, most=_MOST_TOKENS)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     total = int(starts[-1])
     sequences = total // sequence_length if drop_last else -(-total // sequence_length)
+    if most is not None:
+        sequences = min(sequences, checked_count("most", most))
+    if sequences > LARGEST_SETTING:
+        raise ValueError(
+            f"document lengths sum to {total}, which is {sequences} packed sequences of {sequence_length} tokens: "
+            f"at most {LARGEST_SETTING} are made; give `most`, fewer documents or a larger sequence_length"
+        )
     stop = min(total, sequences * sequence_length)
     cuts = np.arange(sequences, dtype=np.int64) * sequence_length
     # Two sorted runs: a stable sort merges them in linear time, where union1d would sort or hash them anew.
@@ -120,12 +136,12 @@ def pack_best_fit(document_lengths: Sequence[int] | NDArray[np.integer], sequenc
         sequence_length: tokens a packed sequence, `L`, at least 1.
 
     Raises:
-        ValueError: no documents, a length out of range, or a sequence length below 1.
+        ValueError: no documents, a length out of range, or a sequence length that is no whole number of at least 1.
 
     Complexity: O(n log n) comparisons; the sorted rooms are one list, so inserting moves memory besides.
     """
     lengths = checked_lengths(document_lengths)
-    _check_sequence_length(sequence_length)
+    sequence_length = checked_count("sequence_length", sequence_length, most=_MOST_TOKENS)
     if lengths.max() > sequence_length:
         at = int((lengths > sequence_length).argmax())
         raise ValueError(
@@ -156,8 +172,3 @@ def pack_best_fit(document_lengths: Sequence[int] | NDArray[np.integer], sequenc
         length=lengths[document],
         cu_pieces=np.concatenate([[0], np.cumsum(np.bincount(sequence_of, minlength=opened))]),
     )
-
-
-def _check_sequence_length(sequence_length: int) -> None:
-    if sequence_length < 1:
-        raise ValueError(f"sequence_length={sequence_length}: a packed sequence has at least 1 token")

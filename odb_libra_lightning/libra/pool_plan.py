@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal, TypeVar, get_args
@@ -96,7 +96,10 @@ class PoolPlan:
     @cached_property
     def kernel_segments(self) -> KernelSegments:
         """What the kernel of every worker is called on."""
-        return kernel_segments(self.tiles, self.tile_worker)
+        segments = kernel_segments(self.tiles, self.tile_worker)
+        for field in fields(segments):
+            _frozen(getattr(segments, field.name))
+        return segments
 
     @cached_property
     def sent_bytes(self) -> NDArray[np.int64]:
@@ -149,6 +152,17 @@ class PoolPlan:
         _check_number("chunk", chunk, self.layout.chunks)
         elements = self._query_elements if phase in ("queries", "outputs") else self._key_elements(phase, chunk)
         return elements.T if phase in ("outputs", "key_gradients") else elements
+
+    def with_chunks(self, chunks: int) -> PoolPlan:
+        """The same plan with its heads in so many slices; what does not depend on them is not computed again.
+
+        Raises:
+            ValueError: `chunks` does not divide the query heads of a tile.
+        """
+        plan = replace(self, layout=replace(self.layout, chunks=chunks))
+        kept = ("worker_load", "kernel_segments", "sent_bytes", "received_bytes", "_forward_volume")
+        vars(plan).update({name: getattr(self, name) for name in kept})
+        return plan
 
     @cached_property
     def _forward_volume(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

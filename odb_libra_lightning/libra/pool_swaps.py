@@ -47,11 +47,7 @@ def refine_pools(loads: Loads, pools: Pools) -> Pools:
 
     Complexity: O(P n) a swap, vectorised; some tens of swaps and 1 ms at n = 128, P = 8.
     """
-    work = checked_loads(loads)
-    sizes = sorted({len(pool) for pool in pools})
-    if len(sizes) != 1 or sorted(i for pool in pools for i in pool) != list(range(len(work))):
-        raise ValueError(f"pools of sizes {sizes} over {len(work)} loads: expected one size, and each load once")
-    return _swapped(work, pools, any_pool=True)
+    return _swapped(loads, pools, any_pool=True)
 
 
 def swap_extremes(loads: Loads, pools: Pools) -> Pools:
@@ -61,10 +57,14 @@ def swap_extremes(loads: Loads, pools: Pools) -> Pools:
 
     Complexity: O(P**2 + K) a swap.
     """
-    return _swapped(checked_loads(loads), pools, any_pool=False)
+    return _swapped(loads, pools, any_pool=False)
 
 
-def _swapped(work: NDArray[Any], pools: Pools, *, any_pool: bool) -> Pools:
+def _swapped(all_loads: Loads, pools: Pools, *, any_pool: bool) -> Pools:
+    work = checked_loads(all_loads)
+    sizes = sorted({len(pool) for pool in pools})
+    if len(sizes) != 1 or sorted(i for pool in pools for i in pool) != list(range(len(work))):
+        raise ValueError(f"pools of sizes {sizes} over {len(work)} loads: expected one size, and each load once")
     members = np.array(pools)  # [K, P]
     loads = work[members]  # [K, P]
     totals = loads.sum(axis=1)  # [K]

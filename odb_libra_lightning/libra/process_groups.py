@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from odb_libra_lightning.libra.layout import divisors_near
 from odb_libra_lightning.libra.transport import GroupTransport, LocalTransport, Transport
+from odb_libra_lightning.libra.whole_numbers import checked_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,7 @@ class RankLayout:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "context_parallel", "pool_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+            checked_count(name, getattr(self, name))
         if self.world_size % self.context_parallel:
             raise ValueError(
                 f"context_parallel={self.context_parallel} does not divide world_size={self.world_size}; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,8 @@ from numpy.typing import NDArray
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
 from odb_libra_lightning.libra.simulation_results import Grid, GridPoint, Method, SimulatedRun
 from odb_libra_lightning.libra.simulator import Packing, check_simulation, simulate
+
+_MOST_SECONDS = 1e50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ def scaling(
     data_parallel: Sequence[int],
     methods: Sequence[Method] = ("ulysses", "libra"),
     linear_seconds: float = 0.0,
-    windows: int = 4,
+    steps: int = 4,
     packing: Packing = "sequential",
     calibration: Calibration = DEFAULT_CALIBRATION,
     seed: int | None = 0,
@@ -59,13 +60,13 @@ def scaling(
         data_parallel: degrees; the smallest is what the others are compared with.
         methods: which to simulate.
         linear_seconds: seconds of everything but attention, a token of a worker and layer, forward and backward.
-        windows: optimizer steps.
+        steps: optimizer steps.
         packing: of the documents.
         calibration: of the cluster.
         seed: of the order of documents.
 
     Raises:
-        ValueError: as `simulate`; or no degree, or `linear_seconds` below 0.
+        ValueError: as `simulate`; or no degree, or `linear_seconds` that are no number from 0 to 1e50.
     """
     grid = Grid(
         pool_sizes=(point.pool_size,),
@@ -81,7 +82,7 @@ def scaling(
             run=case,
             grid=case_grid,
             methods=methods,
-            windows=windows,
+            steps=steps,
             packing=packing,
             calibration=calibration,
             seed=seed,
@@ -109,12 +110,11 @@ def check_scaling(
     """The run and the grid at each degree, ascending, once they are known to fit.
 
     Raises:
-        ValueError: as in `check_simulation`; or no degree, or `linear_seconds` below 0.
+        ValueError: as in `check_simulation`; or no degree, or `linear_seconds` that are no number from 0 to 1e50.
     """
     if not data_parallel:
         raise ValueError("data_parallel: expected at least one degree")
-    if not 0 <= linear_seconds < math.inf:
-        raise ValueError(f"linear_seconds={linear_seconds}: expected a finite number of at least 0")
+    check_linear_seconds(linear_seconds)
     cases = []
     for degree in sorted(set(data_parallel)):
         sizes = tuple(min(size, degree) for size in grid.pool_sizes)
@@ -122,3 +122,13 @@ def check_scaling(
         check_simulation(*case, methods)
         cases.append(case)
     return cases
+
+
+def check_linear_seconds(linear_seconds: float) -> None:
+    """Check the seconds of everything but attention.
+
+    Raises:
+        ValueError: no number from 0 to 1e50, beyond which a step would be no finite number.
+    """
+    if not 0 <= linear_seconds <= _MOST_SECONDS:
+        raise ValueError(f"linear_seconds={linear_seconds}: expected a number from 0 to {_MOST_SECONDS:g}")

@@ -3,7 +3,7 @@
 All methods are pure functions of the loads, deal every sequence to exactly one pool of exactly `P`, and so never change
 what an optimizer step trains on. Ties go to the lower position, so every rank computes the same pools.
 
-To add a method, add it to `PLACEMENTS`: a function of the loads `[n]`, the pool size and a seed.
+To add a method, enter it into `PLACEMENTS` in this file: a function of the loads `[n]`, the pool size and a seed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def place_sequences(
     Raises:
         ValueError: a method that does not exist, or loads and sizes as in `checked_loads`.
 
-    Complexity: `vrsp` O(n log n); `refine` O(P n) a swap.
+    Complexity: `vrsp` O(n log n), the others with their functions; `refine` O(P n) a swap.
     """
     if method not in PLACEMENTS:
         raise ValueError(f"no placement is called {method!r}: there are {sorted(PLACEMENTS)}")
@@ -94,12 +94,14 @@ def _zigzag_swap(work: NDArray[Any], pool_size: int, seed: int) -> Pools:
 
 
 def _karmarkar_karp(work: NDArray[Any], pool_size: int, seed: int) -> Pools:
-    """Balanced largest differencing: every partial solution holds as many sequences of each pool. O(n log n).
+    """Balanced largest differencing: every partial solution holds as many sequences of each pool.
 
     Descending loads are cut into `P` tuples of `K`, one sequence a pool. The two tuples of the widest spread are
     merged, heaviest pool with lightest, until one is left. Source: Karmarkar and Karp, "The differencing method of
     set partitioning", 1982; balanced (BLDM): Michiels, Korst, Aarts and van Leeuwen, "Performance ratios for the
     differencing method applied to the balanced number partitioning problem", STACS 2003.
+
+    Complexity: O(n log n), and O(n P) to copy the pools where each merge adds one tuple to all the earlier ones.
     """
     heap: list[tuple[Any, int, NDArray[Any], Pools]] = []
     for members in np.array(_descending(work)).reshape(pool_size, -1):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from odb_libra_lightning.libra.attention_costs import AttentionShape
+from odb_libra_lightning.libra.whole_numbers import checked_count
 
 Method = Literal["ulysses", "ulysses_sorted", "ring", "wlb", "distca", "tap", "tap_vrsp", "libra"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -21,12 +22,19 @@ class SimulatedRun:
         global_batch: packed sequences of an optimizer step, `GBS`.
         data_parallel: replicas, `DP`.
         shape: the attention layer and `CP`.
+
+    Raises:
+        ValueError: a number that is no whole number of at least 1, or far too large for a run.
     """
 
     sequence_length: int
     global_batch: int
     data_parallel: int
     shape: AttentionShape
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "global_batch", "data_parallel"):
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
 
     @property
     def accumulation(self) -> int:
@@ -68,12 +76,12 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodFigures:
-    """What one method gives at one grid point, over all windows. Bytes and seconds are those of one attention layer.
+    """What one method gives at one grid point, over all optimizer steps, of one attention layer.
 
     Attributes:
         method: its name in `METHODS`.
         point: its configuration; None where the grid does not matter.
-        inter_pool_imbalance: heaviest pool of an optimizer step over the mean pool, minus 1: mean over windows.
+        inter_pool_imbalance: heaviest pool of an optimizer step over the mean pool, minus 1: mean over the steps.
             Without pools, the same of the replicas' micro-batches.
         intra_pool_imbalance: heaviest worker of a pool over the mean worker, minus 1: mean over pools.
         worst_intra_pool_imbalance: the largest of them.
@@ -114,16 +122,14 @@ class Simulation:
 
     Attributes:
         run: what was simulated.
-        windows: optimizer steps that were replayed.
+        steps: optimizer steps that were replayed.
         documents: documents, and pieces of documents, in those steps.
         figures: one entry for each method and grid point.
-        choice: the grid point to take; None where `libra` was not simulated.
         notes: what was left out, in sentences.
     """
 
     run: SimulatedRun
-    windows: int
+    steps: int
     documents: int
     figures: tuple[MethodFigures, ...]
-    choice: Choice | None
     notes: tuple[str, ...]

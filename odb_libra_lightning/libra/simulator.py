@@ -7,9 +7,8 @@ and a choice by it, go further.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -31,7 +30,6 @@ from odb_libra_lightning.libra.pool_plan import layout_plan
 from odb_libra_lightning.libra.sequence_placement import place_sequences
 from odb_libra_lightning.libra.simulation_results import (
     METHODS,
-    Choice,
     Grid,
     GridPoint,
     Method,
@@ -39,6 +37,7 @@ from odb_libra_lightning.libra.simulation_results import (
     SimulatedRun,
     Simulation,
 )
+from odb_libra_lightning.libra.whole_numbers import LARGEST_SETTING, checked_count
 from odb_libra_lightning.libra.wlb import wlb_step
 
 Packing = Literal["sequential", "best_fit"]
@@ -46,8 +45,8 @@ Progress = Callable[[int, int], None]
 Step = list[list[int]]  # document lengths of each micro-batch of an optimizer step, GA-major
 
 _PLACED: tuple[Method, ...] = ("tap_vrsp", "libra")  # the others take sequences in the order of the sampler
+_MOST_BYTES = 2**62  # that a pool may send: sums stay within int64
 _MOST_WORKERS = 1024  # of a pool of distca: a plan works with tables of workers squared
-_AS_FAST = 0.02  # means so close are a tie: the model is not better than that
 _WLB_ROOM = 2  # packed lengths that a micro-batch of wlb may hold
 
 
@@ -57,7 +56,7 @@ def simulate(
     run: SimulatedRun,
     grid: Grid,
     methods: Sequence[Method] = METHODS,
-    windows: int = 4,
+    steps: int = 4,
     packing: Packing = "sequential",
     calibration: Calibration = DEFAULT_CALIBRATION,
     seed: int | None = 0,
@@ -76,7 +75,7 @@ def simulate(
         run: degrees and the layer.
         grid: configurations.
         methods: which to simulate.
-        windows: optimizer steps to replay, at least 1; fewer where the documents do not suffice.
+        steps: optimizer steps to replay, at least 1; fewer where the documents do not suffice.
         packing: `sequential` cuts a document where a packed sequence is full; `best_fit` packs documents whole.
         calibration: of the cluster.
         seed: of the order of documents (and of sequences after `best_fit`); None: as they come.
@@ -85,15 +84,15 @@ def simulate(
     Raises:
         ValueError: degrees, documents or a grid that do not fit, before anything is planned.
 
-    Complexity: O(windows * GBS / P) plans for each `(P, H, B)`; different chunks share a plan.
+    Complexity: O(steps * GBS / P) plans for each `(P, H, B)`; different chunks share a plan.
     """
     check_simulation(run, grid, methods)
-    steps = pack_steps(document_lengths, run, windows=windows, packing=packing, seed=seed)
+    packed = pack_steps(document_lengths, run, steps=steps, packing=packing, seed=seed)
     alone: tuple[Method, ...] = ("ulysses", "ulysses_sorted", "ring", "wlb")
-    figures = [_replica_figures(method, steps, run, calibration) for method in alone if method in methods]
+    figures = [_replica_figures(method, packed, run, calibration) for method in alone if method in methods]
     notes = []
     scopes: dict[tuple[int, tuple[Method, ...]], None] = {}
-    if "distca" in methods and run.num_workers > _MOST_WORKERS:
+    if "distca" in methods and not _plans_distca(run, methods):
         notes.append(
             f"distca is left out: its one pool would have {run.num_workers} workers, and the simulator plans pools of "
             f"at most {_MOST_WORKERS}."
@@ -104,7 +103,7 @@ def simulate(
         scopes.update(dict.fromkeys((size, pooled) for size in grid.pool_sizes))
     cuts = list(dict.fromkeys(itertools.product(grid.head_shards, grid.block_sizes)))
     total = sum(
-        len(cuts) * len(steps) * (run.global_batch // size) * len({method in _PLACED for method in names})
+        len(cuts) * len(packed) * (run.global_batch // size) * len({method in _PLACED for method in names})
         for size, names in scopes
     )
     made = itertools.count(1)
@@ -119,13 +118,12 @@ def simulate(
             for method in names
             for chunks in (dict.fromkeys(grid.chunks) if method in ("libra", "distca") else (1,))
         ]
-        figures += _pool_figures(points, steps, run, calibration, planned)
+        figures += _pool_figures(points, packed, run, calibration, planned)
     return Simulation(
         run=run,
-        windows=len(steps),
-        documents=sum(len(documents) for step in steps for documents in step),
+        steps=len(packed),
+        documents=sum(len(documents) for step in packed for documents in step),
         figures=tuple(figures),
-        choice=_choose(figures, steps, run, calibration) if "libra" in methods else None,
         notes=tuple(notes),
     )
 
@@ -133,35 +131,72 @@ def simulate(
 def check_simulation(run: SimulatedRun, grid: Grid, methods: Sequence[Method] = METHODS) -> None:
     """Check a run, every grid point and the methods against each other, before any data is read.
 
+    Of the grid only what the methods look at is checked: pool sizes for `tap`, `tap_vrsp` and `libra`, chunks for
+    `libra` and `distca`, head shards and blocks for all four.
+
     Raises:
         ValueError: a number that does not fit; the sentence says which would.
     """
     for method in methods:
         if method not in METHODS:
             raise ValueError(f"no method is called {method!r}: there are {', '.join(METHODS)}")
-    for name in ("pool_sizes", "head_shards", "block_sizes", "chunks"):
-        if not getattr(grid, name):
-            raise ValueError(f"{name}: expected at least one number")
-    for size, block in itertools.product(grid.pool_sizes, grid.block_sizes):
-        check_degrees(
-            sequence_length=run.sequence_length,
-            global_batch=run.global_batch,
-            data_parallel=run.data_parallel,
-            pool_size=size,
-            context_parallel=run.shape.context_parallel,
-            block_size=block,
-        )
-    for shards, block, chunks in itertools.product(grid.head_shards, grid.block_sizes, grid.chunks):
-        _layout(run, head_shards=shards, block_size=block, chunks=chunks)
+    _layout(run, head_shards=1, block_size=1, chunks=1)
+    _check_degrees(run, pool_size=1, block_size=1)
     if {"ulysses", "ulysses_sorted", "wlb"} & set(methods):
         check_ulysses(run.shape)
+    pooled, sliced = {"tap", "tap_vrsp", "libra"} & set(methods), {"distca", "libra"} & set(methods)
+    for name, needed in (
+        ("pool_sizes", pooled),
+        ("head_shards", pooled | sliced),
+        ("block_sizes", pooled | sliced),
+        ("chunks", sliced),
+    ):
+        if needed and not getattr(grid, name):
+            raise ValueError(f"{name}: expected at least one number, for {', '.join(sorted(needed))}")
+    sizes = [*(grid.pool_sizes if pooled else ()), *([run.data_parallel] if _plans_distca(run, methods) else ())]
+    for size, block in itertools.product(sizes, grid.block_sizes):
+        _check_degrees(run, pool_size=size, block_size=block)
+    if pooled | sliced:
+        chunks = grid.chunks if sliced else (1,)
+        for shards, block, slices in itertools.product(grid.head_shards, grid.block_sizes, chunks):
+            _layout(run, head_shards=shards, block_size=block, chunks=slices)
+    _check_bytes(run, max(sizes, default=1))
+
+
+def _plans_distca(run: SimulatedRun, methods: Sequence[Method]) -> bool:
+    return "distca" in methods and run.num_workers <= _MOST_WORKERS
+
+
+def _check_degrees(run: SimulatedRun, *, pool_size: int, block_size: int) -> None:
+    check_degrees(
+        sequence_length=run.sequence_length,
+        global_batch=run.global_batch,
+        data_parallel=run.data_parallel,
+        pool_size=pool_size,
+        context_parallel=run.shape.context_parallel,
+        block_size=block_size,
+    )
+
+
+def _check_bytes(run: SimulatedRun, pool_size: int) -> None:
+    """Refuse what int64 could not count: all rows of a pool, and their keys once to every worker, there and back."""
+    shape = run.shape
+    heads = 4 * shape.num_heads + 4 * shape.num_kv_heads * pool_size * shape.context_parallel
+    most = pool_size * run.sequence_length * heads * shape.head_dim * max(shape.bytes_per_element, 4)
+    if most > _MOST_BYTES:
+        raise ValueError(
+            f"a pool of {pool_size} sequences of sequence_length={run.sequence_length} with num_heads="
+            f"{shape.num_heads}, head_dim={shape.head_dim}, bytes_per_element={shape.bytes_per_element} and "
+            f"context_parallel={shape.context_parallel} could move {most:.1e} bytes, above 2**62: make some of them "
+            "smaller"
+        )
 
 
 def pack_steps(
     document_lengths: Sequence[int] | NDArray[np.integer],
     run: SimulatedRun,
     *,
-    windows: int,
+    steps: int,
     packing: Packing,
     seed: int | None,
 ) -> list[Step]:
@@ -170,29 +205,31 @@ def pack_steps(
     Raises:
         ValueError: documents that do not fill a single step, or lengths or settings that are none.
     """
-    if windows < 1:
-        raise ValueError(f"windows={windows}: simulate at least 1 optimizer step")
+    checked_count("steps", steps)
+    if seed is not None and (not isinstance(seed, int) or seed < 0):
+        raise ValueError(f"seed={seed!r}: expected a whole number of at least 0, or None for no shuffling")
     if packing not in get_args(Packing):
         raise ValueError(f"packing={packing!r}: choose one of {', '.join(get_args(Packing))}")
     lengths = np.asarray(document_lengths)
     rng = None if seed is None else np.random.default_rng(seed)
     if rng is not None and lengths.ndim == 1:
         lengths = rng.permutation(lengths)
+    size = run.global_batch
     if packing == "sequential":
-        sequences = pack_sequential(lengths, run.sequence_length, drop_last=True).all_document_lengths()
+        most = min(steps * size, LARGEST_SETTING)
+        sequences = pack_sequential(lengths, run.sequence_length, drop_last=True, most=most).all_document_lengths()
     else:
         sequences = pack_best_fit(lengths, run.sequence_length).all_document_lengths()
         if rng is not None:  # they come with the longest documents first
             sequences = [sequences[i] for i in rng.permutation(len(sequences))]
-    size = run.global_batch
-    steps = min(windows, len(sequences) // size)
-    if not steps:
+    enough_for = min(steps, len(sequences) // size)
+    if not enough_for:
         raise ValueError(
             f"the {len(lengths)} documents fill {len(sequences)} packed sequences of {run.sequence_length} tokens, "
             f"fewer than the global_batch={size} of one optimizer step: give more documents, or a smaller batch or "
             "sequence length"
         )
-    return [sequences[at * size : (at + 1) * size] for at in range(steps)]
+    return [sequences[at * size : (at + 1) * size] for at in range(enough_for)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +272,7 @@ def _pool_figures(
     steps: list[Step],
     run: SimulatedRun,
     calibration: Calibration,
-    planned: Callable[[], None] = lambda: None,
+    planned: Callable[[], None],
 ) -> list[MethodFigures]:
     """Methods that share work within pools, at grid points that differ in their chunks only: they share plans."""
     point = points[0][1]
@@ -281,62 +318,6 @@ def _figures(method: Method, point: GridPoint | None, groups: list[_Group], inte
         mean_latency=sum(latency) / count,
         worst_latency=max(latency),
     )
-
-
-def tied_points(figures: Mapping[GridPoint, MethodFigures]) -> list[GridPoint]:
-    """The grid points that are as fast as the fastest, the one to take first.
-
-    Means within 2 % of the least are a tie, since the latency model is no better than that. Of those, the worst
-    micro-step decides, which is what pipeline stages wait for; then the bytes, then the smaller pool.
-    """
-    fastest = min(one.mean_latency for one in figures.values())
-    return sorted(
-        (point for point, one in figures.items() if one.mean_latency <= fastest * (1 + _AS_FAST)),
-        key=lambda point: (figures[point].worst_latency, figures[point].bytes_moved, point.pool_size),
-    )
-
-
-def _choose(figures: Sequence[MethodFigures], steps: list[Step], run: SimulatedRun, calibration: Calibration) -> Choice:
-    candidates = {one.point: one for one in figures if one.method == "libra" and one.point is not None}
-    tied = tied_points(candidates)
-    best = tied[0]
-    others = []
-    for size in (best.pool_size // 2, best.pool_size * 2):
-        if (best.pool_size % 2 and size < best.pool_size) or run.data_parallel % size:
-            continue
-        other = dataclasses.replace(best, pool_size=size)
-        there = candidates.get(other) or _pool_figures([("libra", other)], steps, run, calibration)[0]
-        others.append(f"P={size} {_in_words(there)}")
-    point = f"P={best.pool_size} with H={best.head_shards}, B={best.block_size} and M={best.chunks}"
-    if len(candidates) == 1:
-        reason = f"{point} is the only grid point"
-    elif len(tied) == 1:
-        reason = (
-            f"Of {len(candidates)} grid points, {point} has the least predicted straggler latency, and no other is "
-            f"within {_AS_FAST:.0%} of it"
-        )
-    else:
-        reason = (
-            f"Of {len(candidates)} grid points, {len(tied)} are within {_AS_FAST:.0%} of the least mean straggler "
-            f"latency, which a prediction cannot tell apart; {point} has the least predicted straggler latency among "
-            "them in the worst micro-step, which is what pipeline stages wait for"
-        )
-    reason += f": {_in_words(candidates[best])}."
-    if others:
-        reason += f" With the same H, B and M it would be: {'; '.join(others)}."
-    return Choice(point=best, reason=reason)
-
-
-def _in_words(figures: MethodFigures) -> str:
-    return (
-        f"{_three_digits(figures.mean_latency * 1e3)} ms a layer on average, "
-        f"{_three_digits(figures.worst_latency * 1e3)} ms at worst, "
-        f"{_three_digits(figures.bytes_moved / 2**30)} GiB moved a micro-step"
-    )
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _layout(run: SimulatedRun, *, head_shards: int, block_size: int, chunks: int) -> PoolLayout:

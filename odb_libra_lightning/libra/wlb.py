@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.load import checked_lengths
+from odb_libra_lightning.libra.whole_numbers import checked_count
+
+_MOST_TOKENS = 2**62  # as of the documents of a step together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +102,8 @@ def wlb_step(
         waiting: `WlbStep.waiting` of the step before.
 
     Raises:
-        ValueError: a length or setting out of range; `waiting` of other levels; or, without deferral, a document that
-            fits nowhere.
+        ValueError: a length or setting out of range or no whole number; `waiting` of other levels; or, without
+            deferral, a document that fits nowhere.
 
     Complexity: O(n log n), and O(N) for each document that the micro-batch of least work has no room for.
     """
@@ -167,13 +170,13 @@ def _greedy(
 def _check_settings(
     micro_batches: int, max_tokens: int, outlier_lengths: Sequence[int], linear_work: float, waiting: WlbWaiting
 ) -> None:
-    if micro_batches < 1 or max_tokens < 1:
-        raise ValueError(f"micro_batches={micro_batches}, max_tokens={max_tokens}: both are at least 1")
+    checked_count("micro_batches", micro_batches)
+    checked_count("max_tokens", max_tokens, most=_MOST_TOKENS)
     if not 0 <= linear_work < np.inf:
         raise ValueError(f"linear_work={linear_work}: expected a finite number, at least 0")
-    thresholds = list(outlier_lengths)
-    if thresholds != sorted(set(thresholds)) or (thresholds and thresholds[0] < 1):
-        raise ValueError(f"outlier_lengths={thresholds}: expected ascending lengths, each at least 1")
+    thresholds = [checked_count("outlier_lengths", threshold, most=_MOST_TOKENS) for threshold in outlier_lengths]
+    if thresholds != sorted(set(thresholds)):
+        raise ValueError(f"outlier_lengths={thresholds}: expected ascending lengths, each once")
     if waiting.outliers and len(waiting.outliers) != len(thresholds):
         raise ValueError(
             f"{len(waiting.outliers)} levels wait, for {len(thresholds)} outlier_lengths: give those of the step before"

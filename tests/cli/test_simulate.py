@@ -16,7 +16,6 @@ import pytest
 
 from odb_libra_lightning.cli import main
 from odb_libra_lightning.cli.length_sources import document_lengths
-from odb_libra_lightning.cli.output_files import write_whole
 from odb_libra_lightning.cli.simulate import SimulateOptions, parse_count
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
 from odb_libra_lightning.libra.simulation_results import METHODS
@@ -26,7 +25,7 @@ Run = Callable[..., tuple[int, str, str]]
 SMALL = (
     *("--sequence-length", "256", "--global-batch", "8", "--data-parallel", "4", "--context-parallel", "2"),
     *("--pool-size", "2,4", "--block-size", "16,32", "--head-shards", "2", "--chunks", "1,2"),
-    *("--num-heads", "8", "--num-kv-heads", "2", "--windows", "2"),
+    *("--num-heads", "8", "--num-kv-heads", "2", "--steps", "2"),
 )
 
 BARE_RECIPE = b"""
@@ -98,7 +97,7 @@ def test_json_is_one_object_with_the_figures_of_the_csv(odb_libra: Run, lengths:
     assert (code, err) == (0, "")
     said = json.loads(out)
     assert out.count("\n") == 1
-    assert said["windows"] == 2
+    assert said["steps"] == 2
     assert set(said["choice"]["point"]) == {"pool_size", "head_shards", "block_size", "chunks"}
     assert said["calibration"]["peak_flops"] == DEFAULT_CALIBRATION.peak_flops
     assert {(one["method"], one["data_parallel"]) for one in said["scaling"]} == {
@@ -124,6 +123,32 @@ def test_a_calibration_file_changes_the_latencies(odb_libra: Run, lengths: Path,
     assert found["choice"] is None
 
 
+@pytest.mark.parametrize("figure", [1e-50, 1e50])
+def test_figures_at_the_edge_give_numbers_that_json_has(odb_libra: Run, lengths: Path, tmp_path: Path, figure: float):
+    names = ("peak_flops", "backward_ratio", "launch_seconds", "intra_node_alpha", "intra_node_beta")
+    extreme = dataclasses.replace(
+        DEFAULT_CALIBRATION,
+        **dict.fromkeys(names, figure),
+        efficiency_rows=(1,),
+        efficiency_heads=(1,),
+        efficiency=((1e-50,),),
+    )
+    extreme.to_json(tmp_path / "c.json")
+    code, out, err = odb_libra(
+        str(lengths),
+        *SMALL,
+        "--json",
+        "--calibration",
+        str(tmp_path / "c.json"),
+        "--scaling",
+        "1,4",
+        "--linear-seconds",
+        "1e50",
+    )
+    assert (code, err) == (0, "")
+    json.loads(out, parse_constant=pytest.fail)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -134,23 +159,62 @@ def test_a_calibration_file_changes_the_latencies(odb_libra: Run, lengths: Path,
 )
 def test_reads_the_formats_of_length_files(odb_libra: Run, tmp_path: Path, name: str, content: str):
     (tmp_path / name).write_text(content)
-    code, out, _ = odb_libra(str(tmp_path / name), *SMALL, "--json", "--windows", "1")
+    code, out, _ = odb_libra(str(tmp_path / name), *SMALL, "--json", "--steps", "1")
     assert code == 0
-    assert json.loads(out)["windows"] == 1
+    assert json.loads(out)["steps"] == 1
 
 
-def test_a_named_mix_gives_enough_for_the_windows(odb_libra: Run):
+def test_a_named_mix_gives_enough_for_the_steps(odb_libra: Run):
     code, out, err = odb_libra("magiattention", *SMALL, "--json")
     assert (code, err) == (0, "")
-    assert json.loads(out)["windows"] == 2
+    assert json.loads(out)["steps"] == 2
 
 
 def test_reads_the_lengths_of_a_recipes_training_dataset(odb_libra: Run):
-    arguments = ("recipes/chat.yaml", *SMALL, "--json", "--windows", "1", "--documents", "30", "--methods", "libra")
+    arguments = ("recipes/chat.yaml", *SMALL, "--json", "--steps", "1", "--documents", "30", "--methods", "libra")
     code, out, err = odb_libra(*arguments)
     assert (code, err) == (0, "")
     assert json.loads(out)["documents"] > 0
     assert len(document_lengths("recipes/chat.yaml", tokens=0, documents=30)) == 30
+
+
+@pytest.mark.parametrize("source", ["ultrachat", "recipes/chat.yaml"])
+def test_a_column_of_what_has_none_is_refused(odb_libra: Run, source: str):
+    code, out, err = odb_libra(source, *SMALL, "--column", "n")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"--column n names a field of a .jsonl or .parquet file; {source} has none" in err
+
+
+def test_a_parquet_file_of_two_columns_asks_for_the_option(odb_libra: Run, tmp_path: Path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table({"a": [1, 2], "b": [3, 4]})
+    parquet.write_table(table, tmp_path / "two.parquet")
+    code, _, err = odb_libra(str(tmp_path / "two.parquet"), *SMALL)
+    assert code == 2
+    assert "--column" in err
+
+
+@pytest.mark.parametrize("asked", [("--documents", f"{10**9}"), ("--steps", f"{10**9}")])
+def test_more_documents_of_a_mix_than_memory_holds_are_refused(odb_libra: Run, asked):
+    code, out, err = odb_libra("ultrachat", *SMALL, *asked)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "would be drawn" in err
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "sizes"), [(1, {1}), (2, {2}), (4, {4}), (6, {6}), (7, {7}), (11, {1}), (12, {4}), (16, {4, 8})]
+)
+def test_pools_have_4_and_8_replicas_where_these_divide_the_run(odb_libra: Run, data_parallel: int, sizes: set[int]):
+    degrees = ("--data-parallel", str(data_parallel), "--global-batch", str(data_parallel), "--context-parallel", "2")
+    layer = ("--sequence-length", "64", "--num-heads", "4", "--num-kv-heads", "2", "--block-size", "32")
+    some = ("--head-shards", "2", "--chunks", "2", "--steps", "1", "--methods", "libra", "--json")
+    code, out, _ = odb_libra("ultrachat", *degrees, *layer, *some)
+    assert code == 0
+    assert {one["point"]["pool_size"] for one in json.loads(out)["figures"]} == sizes
+
+
+def test_pool_sizes_do_not_matter_without_pools(odb_libra: Run, lengths: Path):
+    assert odb_libra(str(lengths), *SMALL, "--pool-size", "3", "--methods", "ulysses,ring")[0] == 0
 
 
 def test_documents_caps_what_is_taken(tmp_path: Path):
@@ -161,10 +225,10 @@ def test_documents_caps_what_is_taken(tmp_path: Path):
     assert document_lengths("ultrachat", tokens=10**6).sum() >= 10**6
 
 
-def test_fewer_windows_than_asked_for_are_said(odb_libra: Run, lengths: Path):
-    code, _, err = odb_libra(str(lengths), *SMALL, "--windows", "99", "--methods", "ulysses")
+def test_fewer_steps_than_asked_for_are_said(odb_libra: Run, lengths: Path):
+    code, _, err = odb_libra(str(lengths), *SMALL, "--steps", "99", "--methods", "ulysses")
     assert code == 0
-    assert "of 99 windows" in err
+    assert "of 99 optimizer steps" in err
 
 
 @pytest.mark.parametrize(("text", "number"), [("4096", 4096), ("4K", 4096), ("256k", 262_144), ("1M", 1_048_576)])
@@ -189,7 +253,7 @@ def test_counts_may_be_written_in_k_and_m(text: str, number: int):
         (("--window", "-3"), "--window '-3'"),
         (("--methods", "libra,magic"), "no method is called 'magic'"),
         (("--packing", "loose"), "--packing loose"),
-        (("--windows", "0"), "--windows 0"),
+        (("--steps", "0"), "--steps=0"),
         (("--documents", "0"), "documents=0"),
         (("--picture", "p.pdf"), "--picture p.pdf: expected a name that ends in .svg or .png"),
         (("--csv", "nowhere/f.csv"), "--csv nowhere/f.csv: there is no folder"),
@@ -197,7 +261,18 @@ def test_counts_may_be_written_in_k_and_m(text: str, number: int):
         (("--calibration", "nothing.json"), "calibration nothing.json cannot be read"),
         (("--scaling", "1,3"), "data_parallel=3"),
         (("--scaling", "1,2", "--methods", "ulysses"), "--scaling shows"),
-        (("--scaling", "1,2", "--linear-seconds", "-1"), "linear_seconds=-1.0"),
+        (("--linear-seconds", "-1"), "linear_seconds=-1.0"),
+        (("--linear-seconds", "nan"), "linear_seconds=nan"),
+        (("--linear-seconds", "inf"), "linear_seconds=inf"),
+        (("--seed", "-1"), "--seed -1: expected a whole number of at least 0"),
+        (("--head-dim", f"{10**20}"), f"head_dim={10**20}"),
+        (("--head-dim", "2147483647", "--bytes-per-element", "2147483647"), "above 2**62"),
+        (("--num-heads", f"{10**21}"), f"num_heads={10**21}"),
+        (("--bytes-per-element", f"{10**20}"), f"bytes_per_element={10**20}"),
+        (("--window", f"{10**20}"), f"window={10**20}"),
+        (("--sequence-length", "2305843009213693951"), "sequence_length=2305843009213693951"),
+        (("--pool-size", f"{10**20}"), f"pool_size={10**20}"),
+        (("--steps", f"{10**20}"), f"--steps={10**20}"),
         (("--sequence-length", "1M", "--block-size", "4K"), "fewer than the global_batch=8"),
         (("--column", "n"), "column='n'"),
     ],
@@ -210,41 +285,12 @@ def test_an_option_that_cannot_be_used_is_one_sentence(odb_libra: Run, lengths: 
     assert sentence in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--csv", "/dev/full"), "--csv /dev/full: this is a device"),
-        (("--csv", "/proc/x.csv"), "--csv /proc/x.csv: cannot be written"),
-        (("--csv", "n" * 300), "cannot be written (File name too long)"),
-        (("--csv", "{folder}/p.svg", "--picture", "{folder}/../{name}/p.svg"), "this is the file of --csv"),
-        (("--csv", "{folder}/lengths.npy"), "this is the file of LENGTHS"),
-        (("--csv", "{folder}/link.npy"), "this is the file of LENGTHS"),
-        (("--csv", "{folder}/c.json", "--calibration", "{folder}/c.json"), "this is the file of --calibration"),
-    ],
-)
-def test_a_file_that_cannot_be_written_is_refused_and_nothing_changes(
-    odb_libra: Run, lengths: Path, arguments, sentence
-):
-    folder = lengths.parent
-    DEFAULT_CALIBRATION.to_json(folder / "c.json")
-    (folder / "link.npy").symlink_to(lengths)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    named = [argument.format(folder=folder, name=folder.name) for argument in arguments]
-    code, out, err = odb_libra(str(lengths), *SMALL, *named)
+def test_a_file_that_is_read_is_not_written(odb_libra: Run, lengths: Path):
+    before = lengths.read_bytes()
+    code, out, err = odb_libra(str(lengths), *SMALL, "--csv", str(lengths))
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert sentence in err
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_a_file_that_cannot_be_written_to_its_end_stays_as_it_was(tmp_path: Path):
-    def half(path: Path) -> None:
-        path.write_text("half")
-        raise OSError(28, "No space left on device")
-
-    (tmp_path / "f.csv").write_text("whole")
-    with pytest.raises(ValueError, match=r"--csv .*f\.csv: cannot be written \(No space left on device\)"):
-        write_whole(tmp_path / "f.csv", half, option="--csv")
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
+    assert "this is the file of LENGTHS" in err
+    assert lengths.read_bytes() == before
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

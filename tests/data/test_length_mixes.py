@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from odb_libra_lightning.data.length_mixes import (
     LENGTH_MIXES,
     LengthMix,
-    empirical_lengths,
     histogram,
     length_mix,
     log_normals,
@@ -139,32 +137,6 @@ def test_registered_mixes_travel_between_processes() -> None:
         assert np.array_equal(copy.sample(10, seed=1), mix.sample(10, seed=1))
 
 
-def test_empirical_lengths_come_from_the_observed_ones(tmp_path: Path) -> None:
-    observed = [3, 5, 5, 5, 9]
-    drawn = empirical_lengths(observed, 10_000, seed=1)
-    values, counts = np.unique(drawn, return_counts=True)
-    assert (drawn.dtype, values.tolist()) == (np.int64, [3, 5, 9])
-    assert np.allclose(counts / 10_000, [0.2, 0.6, 0.2], atol=0.02)
-    (tmp_path / "lengths.txt").write_text("3\n5\n\n5\n 5 \n9\n")
-    np.save(tmp_path / "lengths.npy", np.array(observed, dtype=np.int32))
-    for file in (tmp_path / "lengths.txt", str(tmp_path / "lengths.npy")):
-        assert np.array_equal(empirical_lengths(file, 10_000, seed=1), drawn)
-
-
-def test_what_is_no_list_of_lengths_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "words.txt").write_text("12\n7.5\n")
-    np.save(tmp_path / "objects.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match=r"words.txt, line 2: expected a whole number, got '7.5'"):
-        empirical_lengths(tmp_path / "words.txt", 1)
-    with pytest.raises(ValueError, match="allow_pickle=False"):
-        empirical_lengths(tmp_path / "objects.npy", 1)
-    with pytest.raises(ValueError, match=r"observed: length 0 at position 1, expected at least 1 token"):
-        empirical_lengths([4, 0], 1)
-    for bad in ([], [[1, 2]], [1.5]):
-        with pytest.raises(ValueError, match="expected a flat list of whole numbers with at least one"):
-            empirical_lengths(bad, 1)  # type: ignore[arg-type]
-
-
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(
         ValueError, match=r"no length mix is called 'ultra': there are \['libra-1m', 'libra-256k', 'llava'"
@@ -172,8 +144,6 @@ def test_bad_arguments_are_named() -> None:
         length_mix("ultra", 1)
     with pytest.raises(ValueError, match="size=-1"):
         length_mix("llava", -1)
-    with pytest.raises(ValueError, match="size=-1"):
-        empirical_lengths([1], -1)
     with pytest.raises(ValueError, match=r"the shares \[0.5\] must sum to 1"):
         log_normals((0.5, 100, 1.0))
     with pytest.raises(ValueError, match="a piece has a share and a mean above 0"):

@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from odb_libra_lightning.libra.simulation_results import GridPoint, MethodFigures
-from odb_libra_lightning.libra.simulator import simulate, tied_points
+from odb_libra_lightning.libra.choice import choose, three_digits, tied_points
+from odb_libra_lightning.libra.simulation_results import Choice, GridPoint, MethodFigures
+from odb_libra_lightning.libra.simulator import simulate
 from tests.libra.simulated_runs import SLOW_KERNEL, grid_of, run_of
+
+
+def choice_of(lengths: Any, **asked: Any) -> Choice:
+    """What is chosen after a simulation of these documents."""
+    given = {name: asked[name] for name in ("calibration", "seed") if name in asked}
+    choice = choose(simulate(lengths, **asked), lengths, **given)
+    assert choice is not None
+    return choice
 
 
 def test_the_choice_is_the_least_latency_and_says_what_half_and_double_would_give():
     lengths = np.random.default_rng(4).lognormal(2, 1.5, 400).astype(int).clip(1, 64)
     found = simulate(lengths, run=run_of(64, 16, 8), grid=grid_of((1, 2, 4, 8), 8), calibration=SLOW_KERNEL)
-    assert found.choice is not None
-    point = found.choice.point
+    choice = choose(found, lengths, calibration=SLOW_KERNEL)
+    assert choice is not None
+    point = choice.point
     swept = [one for one in found.figures if one.method == "libra"]
     assert min(swept, key=lambda one: one.mean_latency).point == point
     for size in (point.pool_size // 2, point.pool_size * 2):
-        assert (f"P={size} " in found.choice.reason) == (1 <= size <= 8)
-    alone = simulate(lengths, run=run_of(64, 16, 8), grid=grid_of(point.pool_size, 8), calibration=SLOW_KERNEL)
-    assert alone.choice is not None
-    assert alone.choice.reason.split(": ", 1)[1] == found.choice.reason.split(": ", 1)[1]
+        assert (f"P={size}: " in choice.reason) == (1 <= size <= 8)
+    alone = choice_of(lengths, run=run_of(64, 16, 8), grid=grid_of(point.pool_size, 8), calibration=SLOW_KERNEL)
+    assert alone.reason.split(": ", 1)[1] == choice.reason.split(": ", 1)[1]
+
+
+def test_without_libra_there_is_nothing_to_choose():
+    found = simulate([8] * 8, run=run_of(8, 4, 2), grid=grid_of(2, 4), methods=("ulysses", "tap"))
+    assert choose(found, [8] * 8) is None
+
+
+def test_a_simulation_plans_its_grid_and_the_choice_what_lies_beside_it():
+    lengths = [8] * 8
+    planned: list[tuple[int, int]] = []
+    found = simulate(lengths, run=run_of(8, 8, 8), grid=grid_of(2, 4), methods=("libra",))
+    choose(found, lengths, progress=lambda done, total: planned.append((done, total)))
+    assert planned == [(done, 10) for done in range(1, 11)]  # eight pools of 1 and two of 4
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1234.5, "1,234"), (100, "100"), (99.94, "99.9"), (15.0, "15.0"), (9.994, "9.99"), (0.547, "0.55"), (0, "0.00")],
+)
+def test_figures_have_three_digits(number: float, text: str):
+    assert three_digits(number) == text
 
 
 def libra_figures(mean: float, worst: float, moved: float = 0.0, pool_size: int = 1) -> MethodFigures:
@@ -79,20 +111,18 @@ def test_of_means_within_two_percent_the_least_worst_is_chosen(measured, order):
     ],
 )
 def test_the_choice_says_what_was_tied_and_why_the_worst_decides(lengths, pool_sizes, start):
-    found = simulate(
+    choice = choice_of(
         lengths,
         run=run_of(16, 4, 4),
         grid=grid_of(pool_sizes, 4),
         methods=("libra",),
-        windows=1,
+        steps=1,
         seed=None,
         calibration=SLOW_KERNEL,
     )
-    assert found.choice is not None
-    assert found.choice.reason.startswith(start)
+    assert choice.reason.startswith(start)
 
 
 def test_of_equals_the_smaller_pool_is_chosen():
-    found = simulate([8] * 32, run=run_of(16, 8, 4), grid=grid_of((4, 2), 4), methods=("libra",), windows=1)
-    assert found.choice is not None
-    assert found.choice.point.pool_size == 2
+    choice = choice_of([8] * 32, run=run_of(16, 8, 4), grid=grid_of((4, 2), 4), methods=("libra",), steps=1)
+    assert choice.point.pool_size == 2

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from odb_libra_lightning.libra.load import (
     attention_load,
     causal_pairs,
+    checked_lengths,
     checked_loads,
     expected_imbalance,
     imbalance_floor,
@@ -158,6 +159,10 @@ def test_wrong_lengths_positions_and_pools_are_named() -> None:
     for bad in ([1.5], [[1]]):
         with pytest.raises(ValueError, match="expected a flat list of whole numbers"):
             attention_load(bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"f\.txt: document length 0 at position 0: expected 1 token to 2\*\*62"):
+        checked_lengths([0], where="f.txt")
+    with pytest.raises(ValueError, match=rf"document lengths sum to {2**62 + 1}: at most 2\*\*62 tokens would fit"):
+        attention_load([2**62, 1])
     with pytest.raises(ValueError, match="window=0: a query sees at least 1 key"):
         attention_load([1], window=0)
     with pytest.raises(ValueError, match=r"queries \[5, 4\): expected 0 <= start <= stop"):

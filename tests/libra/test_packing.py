@@ -61,6 +61,20 @@ def test_a_document_over_three_sequences_by_hand() -> None:
     assert pack_sequential([3, 1], 5, drop_last=True).all_document_lengths() == []
 
 
+@given(LENGTHS, st.integers(1, 30), st.booleans(), st.integers(1, 9))
+def test_the_first_sequences_are_those_of_all(lengths: list[int], length: int, drop_last: bool, most: int) -> None:
+    every = pack_sequential(lengths, length, drop_last=drop_last).all_document_lengths()
+    assert pack_sequential(lengths, length, drop_last=drop_last, most=most).all_document_lengths() == every[:most]
+
+
+def test_of_an_absurdly_long_document_only_what_is_asked_for_is_packed() -> None:
+    assert pack_sequential([2**62], 8, most=2).all_document_lengths() == [[8], [8]]
+    with pytest.raises(ValueError, match=f"sum to {2**62}, which is {2**59} packed sequences of 8 tokens"):
+        pack_sequential([2**62], 8)
+    with pytest.raises(ValueError, match="most=0"):
+        pack_sequential([8], 8, most=0)
+
+
 def best_fit_by_definition(lengths: list[int], sequence_length: int) -> list[list[int]]:
     """Longest first; of all sequences with room the one with least, else a new one."""
     sequences: list[list[int]] = []
@@ -101,8 +115,11 @@ def test_wrong_arguments_are_named() -> None:
             pack([1, 2, 0], 8)
         with pytest.raises(ValueError, match="no document lengths: expected at least one"):
             pack([], 8)
-        with pytest.raises(ValueError, match="sequence_length=0: a packed sequence has at least 1 token"):
-            pack([1], 0)
+        with pytest.raises(ValueError, match=r"document lengths sum to 18446744073709551616: .* 2\*\*62"):
+            pack([2**62] * 4, 2**62)
+        for wrong in (0, 1.5, True, "8", 2**63):
+            with pytest.raises(ValueError, match=f"sequence_length={wrong!r}: expected a whole number from 1 to"):
+                pack([1], wrong)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"document 1 has 9 tokens .* sequence of 8: use pack_sequential.* or a larger"
     ):

@@ -12,7 +12,7 @@ POINT = GridPoint(pool_size=2, head_shards=2, block_size=4, chunks=2)
 
 
 def test_even_documents_scale_perfectly():
-    scaled = scaling([8] * 16, run=run_of(16, 8, 1), point=POINT, data_parallel=(1, 2, 8), windows=1)
+    scaled = scaling([8] * 16, run=run_of(16, 8, 1), point=POINT, data_parallel=(1, 2, 8), steps=1)
     assert [(one.method, one.data_parallel) for one in scaled] == [
         (method, degree) for degree in (1, 2, 8) for method in ("ulysses", "libra")
     ]
@@ -28,7 +28,7 @@ def test_a_heavy_sequence_holds_ulysses_up():
         data_parallel=(4, 1),
         methods=("ulysses",),
         linear_seconds=3.0,
-        windows=1,
+        steps=1,
         seed=None,
         calibration=SLOW_KERNEL,
     )
@@ -46,6 +46,9 @@ def test_a_heavy_sequence_holds_ulysses_up():
         ({"data_parallel": ()}, "at least one degree"),
         ({"data_parallel": (1, 3)}, "data_parallel=3"),
         ({"linear_seconds": -1.0}, "linear_seconds=-1"),
+        ({"linear_seconds": float("nan")}, "linear_seconds=nan"),
+        ({"linear_seconds": float("inf")}, "linear_seconds=inf"),
+        ({"linear_seconds": 1e300}, "linear_seconds=1e"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, sentence):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_libra_lightning.libra.load import imbalance_floor, pool_imbalance
-from odb_libra_lightning.libra.pool_swaps import refine_pools
+from odb_libra_lightning.libra.pool_swaps import refine_pools, swap_extremes
 from odb_libra_lightning.libra.sequence_placement import PLACEMENTS, place_sequences
 
 METHODS = sorted(PLACEMENTS)
@@ -180,12 +181,6 @@ def test_random_is_seeded() -> None:
     assert one == again != other
 
 
-def test_a_method_of_ones_own_is_a_function() -> None:
-    assert set(PLACEMENTS) == {"vrsp", "random", "sequential", "zigzag", "zigzag_swap", "karmarkar_karp", "wlb"}
-    with pytest.raises(TypeError):
-        PLACEMENTS["mine"] = PLACEMENTS["vrsp"]  # type: ignore[index]
-
-
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"no placement is called 'vsrp': there are \['karmarkar_karp', 'random'"):
         place_sequences([1, 2], 1, method="vsrp")
@@ -195,6 +190,12 @@ def test_wrong_arguments_are_named() -> None:
         place_sequences([-1, 2], 1)
     with pytest.raises(ValueError, match="pool_size=0"):
         place_sequences([1, 2], 0)
+
+
+@pytest.mark.parametrize("swaps", [refine_pools, swap_extremes])
+def test_swaps_of_pools_that_are_none_are_refused(swaps: Callable[[list[int], list[list[int]]], object]) -> None:
     for pools in ([[0], [1, 2]], [[0, 1]], [[0, 0], [1, 2]], []):
-        with pytest.raises(ValueError, match="expected one size, and each load once"):
-            refine_pools([1, 2, 3, 4], pools)
+        with pytest.raises(ValueError, match="over 4 loads: expected one size, and each load once"):
+            swaps([1, 2, 3, 4], pools)
+    with pytest.raises(ValueError, match="load -1 at position 1"):
+        swaps([1, -1], [[0], [1]])

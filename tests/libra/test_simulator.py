@@ -28,7 +28,7 @@ def by_method(found: Simulation) -> dict[str, MethodFigures]:
 
 def test_documents_of_one_length_are_even_under_every_method():
     found = simulate([8] * 32, run=run_of(16, 8, 4), grid=grid_of((1, 2, 4), 4), calibration=SLOW_KERNEL)
-    assert found.windows == 2
+    assert found.steps == 2
     assert {one.method for one in found.figures} == set(METHODS)
     for one in found.figures:
         assert one.inter_pool_imbalance == 0
@@ -42,7 +42,7 @@ def test_documents_of_one_length_are_even_under_every_method():
 
 def test_imbalance_and_latency_of_two_replicas_by_hand():
     # Documents of 8 tokens, and of 4 and 4: loads 64 and 32, pairs 36 and 20.
-    found = simulate([8, 4, 4], run=run_of(8, 2, 2), grid=grid_of(2, 2), windows=1, seed=None, calibration=SLOW_KERNEL)
+    found = simulate([8, 4, 4], run=run_of(8, 2, 2), grid=grid_of(2, 2), steps=1, seed=None, calibration=SLOW_KERNEL)
     figures = by_method(found)
     for method in ("ulysses", "ulysses_sorted", "ring", "wlb"):
         assert figures[method].inter_pool_imbalance == pytest.approx(64 / 48 - 1)
@@ -61,14 +61,13 @@ def test_a_latency_is_the_slowest_replica_of_each_micro_step():
         run=run_of(8, 4, 2),
         grid=grid_of(2, 2),
         methods=("ulysses",),
-        windows=1,
+        steps=1,
         seed=None,
         calibration=SLOW_KERNEL,
     )
     (one,) = found.figures
     assert one.worst_latency == pytest.approx(seconds(36 / 2))
     assert one.mean_latency == pytest.approx((seconds(36 / 2) + seconds(20 / 2)) / 2)
-    assert found.choice is None
 
 
 def test_order_puts_sequences_of_like_load_into_one_micro_step():
@@ -78,7 +77,7 @@ def test_order_puts_sequences_of_like_load_into_one_micro_step():
         run=run_of(8, 4, 2),
         grid=grid_of(2, 2),
         methods=("ulysses", "ulysses_sorted"),
-        windows=1,
+        steps=1,
         seed=None,
         calibration=SLOW_KERNEL,
     )
@@ -102,7 +101,7 @@ def test_a_sequence_is_not_moved_to_another_step():
         calibration=SLOW_KERNEL,
     )
     plain, ordered = found.figures
-    assert found.windows == 2
+    assert found.steps == 2
     assert dataclasses.replace(plain, method="ulysses_sorted") == ordered
     assert ordered.mean_latency == pytest.approx(seconds(36 / 2))
 
@@ -114,7 +113,7 @@ def test_order_counts_the_work_of_a_window():
         run=run_of(8, 4, 2, window=2),
         grid=grid_of(2, 2),
         methods=("ulysses_sorted",),
-        windows=1,
+        steps=1,
         seed=None,
         calibration=SLOW_KERNEL,
     )
@@ -123,7 +122,7 @@ def test_order_counts_the_work_of_a_window():
 
 def test_placement_evens_out_what_the_samplers_order_does_not():
     lengths = [8, 8, *[1] * 16]  # pools of 2 in order: 64 + 64 and 8 + 8
-    found = simulate(lengths, run=run_of(8, 4, 4), grid=grid_of(2, 2), windows=1, seed=None, calibration=SLOW_KERNEL)
+    found = simulate(lengths, run=run_of(8, 4, 4), grid=grid_of(2, 2), steps=1, seed=None, calibration=SLOW_KERNEL)
     figures = by_method(found)
     assert figures["tap"].inter_pool_imbalance == pytest.approx(128 / 72 - 1)
     assert figures["tap_vrsp"].inter_pool_imbalance == figures["libra"].inter_pool_imbalance == 0
@@ -139,7 +138,7 @@ def test_wlb_packs_the_documents_of_a_step_anew():
         run=run_of(10, 2, 2),
         grid=grid_of(1, 5),
         methods=("ulysses", "wlb"),
-        windows=1,
+        steps=1,
         seed=None,
         calibration=SLOW_KERNEL,
     )
@@ -153,8 +152,8 @@ def test_wlb_packs_the_documents_of_a_step_anew():
 def test_volume_and_imbalance_are_the_planners():
     lengths = np.random.default_rng(3).integers(1, 60, 60)
     run = run_of(64, 4, 2)
-    found = simulate(lengths, run=run, grid=grid_of(2, 8), methods=("tap",), windows=2, seed=None)
-    steps = pack_steps(lengths, run, windows=2, packing="sequential", seed=None)
+    found = simulate(lengths, run=run, grid=grid_of(2, 8), methods=("tap",), steps=2, seed=None)
+    steps = pack_steps(lengths, run, steps=2, packing="sequential", seed=None)
     plans = [
         plan_pool(
             step[at : at + 2],
@@ -181,7 +180,7 @@ def test_volume_and_imbalance_are_the_planners():
 @pytest.mark.parametrize("packing", ["sequential", "best_fit"])
 def test_every_document_stands_in_the_steps_once(packing):
     lengths = [16] * 3 + [7] * 20 + [2] * 50 + [1] * 28
-    steps = pack_steps(lengths, run_of(16, 2, 2), windows=1000, packing=packing, seed=5)
+    steps = pack_steps(lengths, run_of(16, 2, 2), steps=1000, packing=packing, seed=5)
     sequences = [documents for step in steps for documents in step]
     assert all(sum(documents) <= 16 for documents in sequences)
     if packing == "sequential":
@@ -207,14 +206,12 @@ def test_chunks_share_a_plan_and_change_nothing_but_latency():
         run=run_of(64, 8, 4),
         grid=grid_of(2, 8, chunks=(1, 2)),
         methods=("libra",),
-        windows=2,
+        steps=2,
         progress=lambda done, total: ticks.append((done, total)),
     )
-    assert ticks == [(n, 8) for n in range(1, 9)]  # two windows of four pools
+    assert ticks == [(n, 8) for n in range(1, 9)]  # two steps of four pools
     for one, chunks in zip(both.figures, (1, 2), strict=True):
-        alone = simulate(
-            lengths, run=run_of(64, 8, 4), grid=grid_of(2, 8, chunks=chunks), methods=("libra",), windows=2
-        )
+        alone = simulate(lengths, run=run_of(64, 8, 4), grid=grid_of(2, 8, chunks=chunks), methods=("libra",), steps=2)
         assert alone.figures == (one,)
     first, second = both.figures
     assert first.bytes_moved == second.bytes_moved
@@ -230,7 +227,7 @@ def test_without_overlap_libra_is_tap_with_vrsp():
 
 def test_a_thousand_replicas_are_simulated_and_too_large_a_pool_is_left_out():
     run = run_of(8, 1024, 1024, context_parallel=2)
-    found = simulate([8, 4, 4] * 600, run=run, grid=grid_of(8, 4), methods=("distca", "libra"), windows=1)
+    found = simulate([8, 4, 4] * 600, run=run, grid=grid_of(8, 4), methods=("distca", "libra"), steps=1)
     assert [one.method for one in found.figures] == ["libra"]
     assert "2048 workers" in found.notes[0]
     assert found.figures[0].inter_pool_imbalance < 0.01
@@ -246,7 +243,7 @@ def test_groups_stand_one_after_the_other_on_the_nodes(method):
             run=run_of(16, 3, 3),
             grid=grid_of(1, 4),
             methods=(method,),
-            windows=1,
+            steps=1,
             calibration=dataclasses.replace(links, workers_per_node=workers_per_node),
         )
         .figures[0]
@@ -259,12 +256,12 @@ def test_groups_stand_one_after_the_other_on_the_nodes(method):
 
 def test_a_window_limits_work():
     run = run_of(16, 2, 2, window=2)
-    found = simulate([16] * 2, run=run, grid=grid_of(2, 4), windows=1, methods=("ulysses",), calibration=SLOW_KERNEL)
+    found = simulate([16] * 2, run=run, grid=grid_of(2, 4), steps=1, methods=("ulysses",), calibration=SLOW_KERNEL)
     assert found.figures[0].mean_latency == pytest.approx(seconds((1 + 15 * 2) / 2))
 
 
-def test_windows_are_as_many_as_the_documents_suffice_for():
-    assert simulate([8] * 7, run=run_of(8, 2, 2), grid=grid_of(2, 4), methods=("ulysses",), windows=99).windows == 3
+def test_steps_are_as_many_as_the_documents_suffice_for():
+    assert simulate([8] * 7, run=run_of(8, 2, 2), grid=grid_of(2, 4), methods=("ulysses",), steps=99).steps == 3
 
 
 @pytest.mark.parametrize(
@@ -279,7 +276,6 @@ def test_windows_are_as_many_as_the_documents_suffice_for():
         ({"context_parallel": 8}, "context_parallel=8 does not divide num_heads=4"),
         ({"num_kv_heads": 3}, "num_heads=4 is no multiple of num_kv_heads=3"),
         ({"methods": ("libra", "magic")}, "no method is called 'magic'"),
-        ({"data_parallel": 0}, "data_parallel=0"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_lengths_are_looked_at(changes, sentence):
@@ -299,6 +295,21 @@ def test_what_does_not_fit_is_refused_before_lengths_are_looked_at(changes, sent
         simulate([-1], **settings)
 
 
+@pytest.mark.parametrize("value", [0, -1, 2**31, 10**21, 2.0, True, None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sequence_length", "global_batch", "data_parallel"),
+        *("context_parallel", "num_heads", "num_kv_heads", "head_dim", "bytes_per_element", "window"),
+    ],
+)
+def test_a_setting_that_is_no_count_of_a_sensible_size_is_refused(name, value):
+    if (name, value) == ("window", None):
+        return
+    with pytest.raises(ValueError, match=f"{name}={value}: expected a whole number from 1 to 2147483647"):
+        dataclasses.replace(SHAPE if hasattr(SHAPE, name) else run_of(8, 2, 2), **{name: value})
+
+
 @pytest.mark.parametrize(
     ("lengths", "settings", "sentence"),
     [
@@ -307,9 +318,39 @@ def test_what_does_not_fit_is_refused_before_lengths_are_looked_at(changes, sent
         ([8], {}, "the 1 documents fill 1 packed sequences of 8 tokens, fewer than the global_batch=2"),
         ([9] * 9, {"packing": "best_fit"}, "9 tokens"),
         ([8] * 9, {"packing": "tight"}, "packing='tight'"),
-        ([8] * 9, {"windows": 0}, "windows=0"),
+        ([8] * 9, {"steps": 0}, "steps=0"),
+        ([8] * 9, {"steps": 1.5}, "steps=1.5"),
+        ([8] * 9, {"seed": -1}, "seed=-1: expected a whole number of at least 0"),
     ],
 )
 def test_documents_that_cannot_be_used_are_refused(lengths, settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         simulate(lengths, run=run_of(8, 2, 2), grid=grid_of(2, 4), **settings)
+
+
+def test_only_what_the_methods_look_at_is_checked():
+    run = run_of(16, 6, 3)
+    nothing = Grid(pool_sizes=(2,), head_shards=(3,), block_sizes=(5,), chunks=(7,))
+    found = simulate([16] * 6, run=run, grid=nothing, methods=("ulysses", "ulysses_sorted", "ring", "wlb"))
+    assert len(found.figures) == 4
+    for method, fitting in (("distca", grid_of(2, 4)), ("tap", grid_of(3, 4, chunks=7))):
+        assert len(simulate([16] * 6, run=run, grid=fitting, methods=(method,)).figures) == 1
+    for method, wrong in (("tap", grid_of(2, 4)), ("libra", grid_of(3, 4, chunks=7)), ("distca", grid_of(3, 5))):
+        with pytest.raises(ValueError, match="does not divide"):
+            check_simulation(run, wrong, (method,))
+    with pytest.raises(ValueError, match="global_batch=7"):
+        check_simulation(run_of(16, 7, 3), nothing, ("ring",))
+    with pytest.raises(ValueError, match="num_kv_heads=3"):
+        check_simulation(run_of(16, 6, 3, num_kv_heads=3), nothing, ("ring",))
+
+
+def test_bytes_that_could_not_be_counted_are_refused():
+    large = run_of(2**30, 4, 2, head_dim=2**31 - 1)
+    for method in METHODS:
+        with pytest.raises(ValueError, match=r"could move .* bytes, above 2\*\*62"):
+            check_simulation(large, grid_of(2, 2**20), (method,))
+
+
+def test_of_an_absurdly_long_document_only_the_steps_asked_for_are_packed():
+    steps = pack_steps([2**61], run_of(8, 4, 2), steps=3, packing="sequential", seed=0)
+    assert steps == [[[8]] * 4] * 3

@@ -129,10 +129,15 @@ def test_wrong_arguments_are_named() -> None:
         pack([0])
     with pytest.raises(ValueError, match="at least one"):
         pack([])
-    with pytest.raises(ValueError, match="micro_batches=0, max_tokens=10: both are at least 1"):
-        pack([1], micro_batches=0)
-    for bad in ((5, 5), (6, 5), (0,)):
-        with pytest.raises(ValueError, match="expected ascending lengths, each at least 1"):
+    for name in ("micro_batches", "max_tokens"):
+        for wrong in (0, 1.5, True):
+            with pytest.raises(ValueError, match=f"{name}={wrong}: expected a whole number from 1 to"):
+                pack([1], **{name: wrong})
+    for bad in ((0,), (5, 7.5), (True,)):
+        with pytest.raises(ValueError, match=f"outlier_lengths={bad[-1]}: expected a whole number from 1 to"):
+            pack([1], outlier_lengths=bad)
+    for bad in ((5, 5), (6, 5)):
+        with pytest.raises(ValueError, match="expected ascending lengths, each once"):
             pack([1], outlier_lengths=bad)
     for bad_work in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"linear_work=.*: expected a finite number"):
