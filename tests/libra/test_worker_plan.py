@@ -191,13 +191,21 @@ def test_splits_are_those_of_the_plan(seed: int) -> None:
 def test_keys_are_called_unchanged_where_they_are_and_only_there(seed: int) -> None:
     for pool, plan in random_plans(seed):
         played = Played(pool, plan)
-        before = None
+        before, read_before = None, None
         for chunk in range(pool.chunks):
             keys = played.keys(chunk)
+            # KV heads that a chunk reads, of every head shard in the pool: the rule is one for all workers.
+            read = [
+                {pool.kv_head(shard * pool.shard_heads + chunk * pool.chunk_heads + n) for n in range(pool.chunk_heads)}
+                for shard in range(pool.head_shards)
+            ]
             for worker, work in enumerate(played.work):
-                equal = before is not None and np.array_equal(before[worker], keys[worker])
-                assert work.keys[chunk].same_as_before == equal, (pool, worker)
-            before = keys
+                same = work.keys[chunk].same_as_before
+                assert same == (read == read_before), (pool, worker)
+                if same:
+                    assert before is not None
+                    assert np.array_equal(before[worker], keys[worker]), (pool, worker)
+            before, read_before = keys, read
 
 
 @SEEDS
