@@ -11,7 +11,6 @@ Shape suffixes: `T` rows at home, `Tq` and `Tk` rows that the kernel is called o
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from odb_libra_lightning.libra.kernel_keys import KernelKeys, KeyGradients
-from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for
+from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, score_scale
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.prepared_plan import PreparedPlan, prepare_plan
 from odb_libra_lightning.libra.segments import Segments
@@ -96,25 +95,30 @@ def _attend(
             "transport=new_pool_groups(context_parallel=..., pool_size=...).pool"
         )
     prepared = plan if isinstance(plan, PreparedPlan) else prepare_plan(plan, transport.rank)
+    q, k, v = _autocast(q, k, v)
     _check(q, k, v, prepared, transport)
     if remember not in get_args(Remember):
         raise ValueError(f"remember={remember!r}: choose one of {', '.join(get_args(Remember))}")
-    # Kernels mask scores with minus infinity before they scale them, which below 0 makes it plus infinity.
-    if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
-        raise ValueError(f"scale={scale!r}: expected a finite number above 0, or None for head_dim ** -0.5")
-    if kernel is not None and not isinstance(kernel, str) and not hasattr(kernel, "backward"):
-        raise TypeError(f"kernel is a {type(kernel).__name__}: expected a name or an AttentionKernel")
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        q, k, v = (each.to(torch.get_autocast_dtype(q.device.type)) for each in (q, k, v))
     run = _Run(
         prepared=prepared,
         transport=transport,
-        kernel=kernel_for(q.device, kernel) if kernel is None or isinstance(kernel, str) else kernel,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        kernel=kernel_for(q.device, kernel),
+        scale=score_scale(scale, q.shape[-1]),
         remember=remember,
     )
     out: Tensor = _Attention.apply(q, k, v, run)  # type: ignore[no-untyped-call]
     return out
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """As autocast does for `scaled_dot_product_attention`: to its dtype, float64 as it is."""
+    device = tensors[0].device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return [
+            each.to(dtype) if each.is_floating_point() and each.dtype != torch.float64 else each for each in tensors
+        ]
+    return list(tensors)
 
 
 class _Attention(torch.autograd.Function):

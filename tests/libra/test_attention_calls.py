@@ -93,6 +93,23 @@ def test_autocast_casts_as_for_the_attention_of_pytorch(dtype: torch.dtype) -> N
     assert all(each.dtype == dtype for each in gradients)
 
 
+def test_a_compiled_module_calls_it_as_it_is() -> None:
+    pool = dataclasses.replace(POOL, documents=((9, 1, 14),), context_parallel=1, sequence_length=None)
+    plan, (q, k, v, grad) = plan_of(pool), rows_of(pool)
+
+    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return 2 * libra_attention(q + 1, k, v, plan)
+
+    results = []
+    for call in (block, torch.compile(block, backend="eager")):
+        leaves = [each.clone().requires_grad_() for each in (q, k, v)]
+        out = call(*leaves)
+        out.backward(grad)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for plain, compiled in zip(*results, strict=True):
+        assert torch.equal(plain, compiled)
+
+
 ALONE = Pool(documents=((12, 4),), context_parallel=1, num_heads=4, num_kv_heads=2, head_dim=3)
 ROWS = rows_of(ALONE, dtype=torch.float32)
 
