@@ -26,7 +26,7 @@ from torch import Tensor
 
 from odb_libra_lightning.libra.attention import Remember, libra_attention
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
-from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for
+from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, merge_parts
 from odb_libra_lightning.libra.load import attention_load
 from odb_libra_lightning.libra.pool_plan import PoolPlan, plan_pool
 from odb_libra_lightning.libra.prepared_plan import prepare_plan
@@ -175,9 +175,10 @@ def _in_two_parts(rows: list[Tensor], kernel: AttentionKernel) -> list[Tensor]:
     halves = list(zip(k.chunk(2), v.chunk(2), strict=True))
     segments = _pair(len(q), len(k) // 2)
     parts = [kernel.forward(q, *half, segments, **mask) for half in halves]
-    lse = torch.logaddexp(*(part_lse for _, part_lse in parts))
-    shares = [part.float() * (part_lse - lse).exp().t()[..., None] for part, part_lse in parts]
-    out = sum(shares[1:], shares[0]).to(q.dtype)
+    (first, first_lse), further_part = parts
+    merged, lse = first.float(), first_lse.clone()
+    merge_parts(merged, lse, *further_part)
+    out = merged.to(q.dtype)
     (dq, dk, dv), (more_dq, *further) = (kernel.backward(grad, q, *half, out, lse, segments, **mask) for half in halves)
     return [out, dq.float() + more_dq.float(), *(torch.cat(pair) for pair in zip((dk, dv), further, strict=True))]
 

@@ -169,9 +169,9 @@ def measure(compute: float, transfer: float, repeat: int) -> Table:
             median(each) for each in zip(*run(chunks, compute=compute, transfer=transfer, repeat=repeat), strict=True)
         )
         least = compute + 2 * transfer / chunks
-        over = (forward + backward) / (2 * least) - 1
+        over = f"{(forward + backward) / (2 * least) - 1:+.1%}" if least else "-"
         times = (f"{seconds * 1e3:.1f}" for seconds in (forward, backward, least))
-        table.add_row(str(chunks), *times, f"{over:+.1%}", f"{(compute + 2 * transfer) * 1e3:.1f}")
+        table.add_row(str(chunks), *times, over, f"{(compute + 2 * transfer) * 1e3:.1f}")
     return table
 
 

@@ -113,6 +113,19 @@ def test_sharp_scores(attention: Attention) -> None:
 
 
 @both
+def test_sharp_scores_in_float32_are_as_good_as_on_one_worker(attention: Attention) -> None:
+    """Where scores are large, so is what a log-sum-exp is rounded by, and parts are merged by it."""
+    alone = Replica(lengths=[200, 3, 153], ranks=1, dtype=torch.float32, head_dim=16, sharpness=100)
+    right = alone.dense()
+
+    def error(results: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([(ours - exact).square().mean().sqrt() for ours, exact in zip(results, right, strict=True)])
+
+    results = dataclasses.replace(alone, ranks=4).on_threads(attention)
+    assert (error(results) <= 1.5 * error(alone.on_threads(attention))).all()
+
+
+@both
 @pytest.mark.parametrize("window", [None, 9])
 def test_documents_do_not_touch_each_other(attention: Attention, window: int | None) -> None:
     lengths = [20, 50, 3, 71]
