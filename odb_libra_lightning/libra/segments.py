@@ -72,7 +72,7 @@ class Segments:
 
 def to_device(index: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on a device; the host does not wait for the copy."""
-    return index if device.type == "cpu" else index.pin_memory().to(device, non_blocking=True)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:

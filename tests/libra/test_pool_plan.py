@@ -228,11 +228,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chunks": 0}, rf"chunks=0: {COUNT}"),
     (
         {"num_kv_heads": 3},
-        r"num_heads=8 is no multiple of num_kv_heads=3; of 8 query heads, 1, 2, 4 or 8 KV heads would fit",
+        r"num_heads=8 is no multiple of num_kv_heads=3; KV heads: 1, 2, 4 or 8 would fit",
     ),
     (
         {"num_kv_heads": 16},
-        r"num_heads=8 is no multiple of num_kv_heads=16; of 8 query heads, 1, 2, 4 or 8 KV heads would fit",
+        r"num_heads=8 is no multiple of num_kv_heads=16; KV heads: 1, 2, 4 or 8 would fit",
     ),
     ({"num_kv_heads": 0}, rf"num_kv_heads=0: {COUNT}"),
     ({"num_heads": 0}, rf"num_heads=0: {COUNT}"),
