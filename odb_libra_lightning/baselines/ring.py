@@ -23,7 +23,7 @@ from odb_libra_lightning.baselines.replica_shards import accumulation_dtype, che
 from odb_libra_lightning.baselines.ring_schedule import RingSchedule, Run, ring_schedule
 from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, merge_parts, score_scale
 from odb_libra_lightning.libra.pool_plan import PoolPlan
-from odb_libra_lightning.libra.transport import Handle, Transport
+from odb_libra_lightning.libra.transport import Handle, Transport, agree
 
 
 def ring_attention(
@@ -57,7 +57,8 @@ def ring_attention(
         Output of the rank's home, `[T, query heads, D]`; 0 in rows of no document.
 
     Raises:
-        ValueError: inputs that do not fit the plan, or a `scale` that is no finite number above 0.
+        ValueError: inputs that do not fit the plan, a `scale` that is no finite number above 0, or another rank that
+            comes with another plan or dtype.
         TypeError: a `kernel` that is neither a name nor a kernel.
     """
     replica = check_shards(q, k, v, plan, transport, replica)
@@ -67,6 +68,7 @@ def ring_attention(
         kernel=kernel_for(q.device, kernel),
         scale=score_scale(scale, q.shape[-1]),
     )
+    agree(transport, "ring", plan.hash, replica, q.dtype, ring.scale)
     out: torch.Tensor = _RingAttention.apply(q, k, v, ring)  # type: ignore[no-untyped-call]
     return out
 

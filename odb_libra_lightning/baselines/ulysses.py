@@ -29,7 +29,7 @@ from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, score
 from odb_libra_lightning.libra.layout import PoolLayout
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.segments import Segments
-from odb_libra_lightning.libra.transport import Transport
+from odb_libra_lightning.libra.transport import Transport, agree
 
 
 def ulysses_attention(
@@ -62,8 +62,8 @@ def ulysses_attention(
         Output of the rank's home, `[T, h, D]`; 0 in rows of no document.
 
     Raises:
-        ValueError: query heads that cannot be dealt to the ranks, inputs that do not fit the plan, or a `scale` that is
-            no finite number above 0.
+        ValueError: query heads that cannot be dealt to the ranks, inputs that do not fit the plan, a `scale` that is
+            no finite number above 0, or another rank that comes with another plan or dtype.
         TypeError: a `kernel` that is neither a name nor a kernel.
     """
     replica = check_shards(q, k, v, plan, transport, replica)
@@ -81,6 +81,7 @@ def ulysses_attention(
         scale=score_scale(scale, q.shape[-1]),
         window=plan.layout.window,
     )
+    agree(transport, "ulysses", plan.hash, replica, q.dtype, run.scale)
     out: torch.Tensor = _Ulysses.apply(q, k, v, run)  # type: ignore[no-untyped-call]
     return out
 

@@ -6,6 +6,7 @@ Source: "Libra: Taming Attention Workload Skew in Long-Context LLM Training with
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from odb_libra_lightning.libra.layout import PoolLayout
@@ -15,23 +16,32 @@ from odb_libra_lightning.libra.sequence_placement import place_sequences
 
 if TYPE_CHECKING:
     from odb_libra_lightning.libra.attention import libra_attention
+    from odb_libra_lightning.libra.planner import Planner
+    from odb_libra_lightning.libra.process_groups import new_pool_groups
 
 __all__ = [
+    "Planner",
     "PoolLayout",
     "PoolPlan",
     "attention_load",
     "imbalance_floor",
     "libra_attention",
+    "new_pool_groups",
     "place_sequences",
     "plan_pool",
     "pool_imbalance",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import the attention on first use, so that planning loads without torch."""
-    if name == "libra_attention":
-        from odb_libra_lightning.libra.attention import libra_attention
+_HOMES = {
+    "Planner": "odb_libra_lightning.libra.planner",
+    "libra_attention": "odb_libra_lightning.libra.attention",
+    "new_pool_groups": "odb_libra_lightning.libra.process_groups",
+}
 
-        return libra_attention
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch on first use, so that planning loads without it."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,7 @@ from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, score
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.prepared_plan import PreparedPlan, prepare_plan
 from odb_libra_lightning.libra.segments import Segments
-from odb_libra_lightning.libra.transport import GroupTransport, Handle, LocalTransport, Transport
+from odb_libra_lightning.libra.transport import GroupTransport, Handle, LocalTransport, Transport, agree
 
 Remember = Literal["keep", "refetch"]
 
@@ -62,7 +62,8 @@ def libra_attention(
     Raises:
         TypeError: a plan, transport or kernel that is none.
         ValueError: tensors that do not match the plan or each other, a transport of another size, an option that there
-            is not. Nothing has been sent then, unless it is the kernel that refuses.
+            is not; another worker that comes with another plan, dtype or option. Nothing has been sent then, unless
+            it is the kernel that refuses.
         RuntimeError: a worker that does not answer.
 
     Under autocast, `q`, `k` and `v` are cast as for `scaled_dot_product_attention`. `torch.compile` breaks its graph
@@ -106,6 +107,7 @@ def _attend(
         scale=score_scale(scale, q.shape[-1]),
         remember=remember,
     )
+    agree(transport, "libra", prepared.plan.hash, q.dtype, remember, run.scale)
     out: Tensor = _Attention.apply(q, k, v, run)  # type: ignore[no-untyped-call]
     return out
 
@@ -205,7 +207,8 @@ class _Run:
         index = plan.index(q.device)
         slabs, pairs = plan.slabs(q), plan.pairs(k, v)
         held = _nothing_held(plan, q)
-        out = torch.zeros_like(slabs)
+        out_rows = q.new_zeros(q.shape)  # not a view, so that the caller may write into it
+        out = plan.slabs(out_rows)
         keys = KernelKeys(self.prepared, pairs, held.keys)
         home = _Returning(self, out)
         arriving = self._dispatch(slabs, pairs, held, 0)
@@ -224,7 +227,7 @@ class _Run:
         if self.remember == "refetch":
             # Of their own, for a slice would keep all of it.
             held = held._replace(queries=q.new_empty(0), keys=q.new_empty(0))
-        return out.view_as(q), held
+        return out_rows, held
 
     def backward(self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, held: _Held) -> tuple[Tensor, Tensor, Tensor]:
         if (segments := self.prepared.documents_at_home) is not None:

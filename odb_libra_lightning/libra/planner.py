@@ -68,6 +68,9 @@ class Planner:
         depth: plans that are made ahead, and with `feed` micro-batches that may be fed ahead.
         device: where the indices of the plans are copied to, on the stream that is current here; None: on first use.
 
+    Every micro-batch must suit the layout: a block size that no home of a short one reaches is an error, as in
+    `plan_pool`.
+
     Raises:
         ValueError: a depth below 1.
     """
@@ -90,6 +93,7 @@ class Planner:
         self._taken = 0
         self._fed = 0
         self._is_fed = lengths is None
+        self._process = os.getpid()
         stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
         self._shared = _Shared(depth=depth)
         make = _Maker(layout=layout, worker=worker, device=device, stream=stream)
@@ -105,6 +109,7 @@ class Planner:
         """Name the lengths of the next micro-batch to plan.
 
         Raises:
+            TypeError: lengths that are no lists of numbers.
             RuntimeError: more than `depth` micro-batches fed whose plans have not been taken, or a planner that was
                 given all lengths when it was made, or is closed.
         """
@@ -117,7 +122,7 @@ class Planner:
                 f"depth={self._shared.depth} ahead, or pass a larger depth"
             )
         with self._shared.changed:
-            self._shared.fed.append(lengths)
+            self._shared.fed.append(_as_tuples(lengths))  # a copy: the caller may use the list again
             self._shared.changed.notify_all()
         self._fed += 1
 
@@ -168,6 +173,10 @@ class Planner:
     def _check_open(self) -> None:
         if not self._close.alive:
             raise RuntimeError("the planner is closed")
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "the planner's thread is in the process that made it; a forked one makes its own planner"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +22,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 # How often a worker looks who else has come to a roll call.
 _LOOK_S = 0.05
+# Facts that were agreed upon and are not asked for again: several plans a step, where a model alternates windows.
+_REMEMBERED = 32
 
 
 class Handle(Protocol):
@@ -113,6 +116,8 @@ class GroupTransport:
         self._timeout = timeout
         self._roll_call_s = roll_call_s
         self._failure: str | None = None
+        self._agreed: OrderedDict[str, None] = OrderedDict()
+        self._agreements = 0
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -145,6 +150,43 @@ class GroupTransport:
         except RuntimeError as error:
             raise self._failed(begin, error) from error
         return _GroupHandle(transport=self, work=work, begin=begin)
+
+    def agree(self, facts: str) -> None:
+        """Make sure that all workers come with the same facts, before anything that depends on them is sent.
+
+        Each compares with the worker before it, through the group's store: where not all are the same, one at least
+        raises. Facts that were agreed upon lately are not asked for again. The device does not wait, only the host.
+
+        Raises:
+            ValueError: another worker has other facts.
+            RuntimeError: it does not answer.
+        """
+        if facts in self._agreed:
+            self._agreed.move_to_end(facts)
+            return
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        assert self.group is not None
+        store = PrefixStore("libra/agree", _get_process_group_store(self.group))
+        number, self._agreements = self._agreements, self._agreements + 1
+        before = (self.rank - 1) % self.size
+        limit = _time_limit(self.group) if self._timeout is None else timedelta(seconds=self._timeout)
+        begin = time.monotonic()
+        try:
+            store.set(f"{number}/{self.rank}", facts)
+            store.wait([f"{number}/{before}"], limit)
+            others = store.get(f"{number}/{before}").decode()
+            store.delete_key(f"{number}/{before}")  # nobody else reads it
+        except RuntimeError as error:
+            raise self._failed(begin, error) from error
+        if others != facts:
+            raise ValueError(
+                f"worker {self.rank} of {self.size} comes with [{facts}] and worker {before} with [{others}]: all "
+                "workers call the same attentions in the same order, with the same plan, dtype and options"
+            )
+        self._agreed[facts] = None
+        if len(self._agreed) > _REMEMBERED:
+            self._agreed.popitem(last=False)
 
     def _failed(self, begin: float, cause: RuntimeError) -> RuntimeError:
         """What to raise for a transfer that began at `begin`; the first time after a roll call."""
@@ -217,6 +259,21 @@ class _RollCall:
                 missing = set(range(self.size)) - self._answered
                 self._answered.update(worker for worker in missing if self.store.check([str(worker)]))
                 self._over.wait(_LOOK_S)
+
+
+def _time_limit(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that a group was made with."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            limit: timedelta = group._get_backend(torch.device(device)).options._timeout
+            return limit
+    return dist.distributed_c10d.default_pg_timeout
+
+
+def agree(transport: Transport, *facts: object) -> None:
+    """`GroupTransport.agree` where workers are processes, which may differ."""
+    if isinstance(transport, GroupTransport):
+        transport.agree(" ".join(map(str, facts)))
 
 
 class _Done:

@@ -231,3 +231,13 @@ else:
 def test_an_open_planner_does_not_hold_up_the_end_of_a_process(script: str) -> None:
     ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, timeout=60, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_list_that_was_fed_may_be_used_again() -> None:
+    lengths = [[16], [9, 7]]
+    with Planner(LAYOUT, 0, depth=2) as planner:
+        planner.feed(lengths)
+        lengths[1][:] = [4, 12]
+        planner.feed(lengths)
+        plans = [planner.next_plan().plan.plan for _ in range(2)]
+    assert [plan.hash for plan in plans] == [layout_plan([[16], tail], LAYOUT).hash for tail in ([9, 7], [4, 12])]

@@ -245,3 +245,31 @@ def test_times_that_are_not_positive_are_refused(options: dict[str, float]) -> N
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name}={value}: expected seconds, more than 0"):
         GroupTransport(**options)
+
+
+def attend_differently(differs: str) -> str:
+    """One attention call in which rank 1 comes with something else than the others."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank = dist.get_rank()
+    settings = {"block_size": 8, "head_shards": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4, "chunks": 1}
+    lengths, options = [[32]], {}
+    if rank == 1:
+        settings |= {"window": 19} if differs == "window" else {}
+        lengths = [[27, 3, 1, 1]] if differs == "lengths" else lengths
+        options = {"scale": 0.25} if differs == "scale" else options
+    plan = plan_pool(lengths, context_parallel=dist.get_world_size(), bytes_per_element=4, **settings)
+    rows = torch.ones(32 // dist.get_world_size(), 2, 4)
+    transport = GroupTransport(timeout=4, roll_call_s=2)
+    try:
+        libra_attention(rows, rows, rows, plan, transport=transport, **options)
+        return "no error"
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("differs", ["window", "lengths", "scale"])
+def test_a_worker_with_another_plan_or_option_computes_nothing(tmp_path: Path, differs: str) -> None:
+    first, second = run_ranks(attend_differently, 2, tmp_path, timeout=60, differs=differs)
+    for rank, said in enumerate((first, second)):
+        assert f"worker {rank} of 2 comes with [libra " in said
+        assert "with the same plan, dtype and options" in said
