@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from odb_libra_lightning.data.length_mixes import LENGTH_MIXES, length_mix
-from odb_libra_lightning.libra.kernels import KERNELS, AttentionKernel, kernel_for
+from odb_libra_lightning.libra.kernel_interface import AttentionKernel
+from odb_libra_lightning.libra.kernels import KERNELS, kernel_for
 from odb_libra_lightning.libra.load import causal_pairs
 from odb_libra_lightning.libra.packing import pack_sequential
 from odb_libra_lightning.libra.segments import Segments

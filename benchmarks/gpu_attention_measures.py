@@ -26,7 +26,8 @@ from torch import Tensor
 
 from odb_libra_lightning.libra.attention import Remember, libra_attention
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
-from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, merge_parts
+from odb_libra_lightning.libra.kernel_interface import AttentionKernel, merge_parts
+from odb_libra_lightning.libra.kernels import kernel_for
 from odb_libra_lightning.libra.load import attention_load
 from odb_libra_lightning.libra.pool_plan import PoolPlan, plan_pool
 from odb_libra_lightning.libra.prepared_plan import prepare_plan

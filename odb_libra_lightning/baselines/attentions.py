@@ -11,7 +11,7 @@ from torch import Tensor
 from odb_libra_lightning.baselines.ring import ring_attention
 from odb_libra_lightning.baselines.ulysses import ulysses_attention
 from odb_libra_lightning.libra.attention import libra_attention
-from odb_libra_lightning.libra.kernels import AttentionKernel
+from odb_libra_lightning.libra.kernel_interface import AttentionKernel
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.prepared_plan import PreparedPlan
 from odb_libra_lightning.libra.process_groups import PoolGroups

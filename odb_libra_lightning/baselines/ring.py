@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from odb_libra_lightning.baselines.replica_shards import accumulation_dtype, check_shards, exchange, replica_sequence
 from odb_libra_lightning.baselines.ring_schedule import RingSchedule, Run, ring_schedule
-from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, merge_parts, score_scale
+from odb_libra_lightning.libra.kernel_interface import AttentionKernel, merge_parts, score_scale
+from odb_libra_lightning.libra.kernels import kernel_for
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.transport import Handle, Transport, agree
 

@@ -25,7 +25,8 @@ from odb_libra_lightning.baselines.replica_shards import (
     exchange,
     replica_sequence,
 )
-from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, score_scale
+from odb_libra_lightning.libra.kernel_interface import AttentionKernel, score_scale
+from odb_libra_lightning.libra.kernels import kernel_for
 from odb_libra_lightning.libra.layout import PoolLayout
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.segments import Segments

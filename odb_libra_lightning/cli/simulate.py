@@ -20,7 +20,7 @@ from odb_libra_lightning.cli.length_sources import document_lengths
 from odb_libra_lightning.cli.output_files import check_outputs, write_whole
 from odb_libra_lightning.libra.attention_costs import AttentionShape
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
-from odb_libra_lightning.libra.choice import choose, three_digits
+from odb_libra_lightning.libra.choice import at_choice, choose, three_digits
 from odb_libra_lightning.libra.scaling import ScalingFigures, check_linear_seconds, check_scaling, scaling
 from odb_libra_lightning.libra.simulation_results import (
     METHODS,
@@ -199,26 +199,6 @@ def parse_counts(text: str, option: str) -> tuple[int, ...]:
         ValueError: one that is none.
     """
     return tuple(dict.fromkeys(parse_count(part, option) for part in text.split(",")))
-
-
-def at_choice(found: Simulation, choice: Choice | None) -> list[MethodFigures]:
-    """One entry a method: at the chosen grid point where the method has it, else at its own best."""
-    point = choice.point if choice is not None else None
-
-    def fitness(one: MethodFigures) -> tuple[bool, float]:
-        cut = one.point is not None and point is not None and _cut(one.method, one.point) == _cut(one.method, point)
-        return not cut, one.mean_latency
-
-    methods = dict.fromkeys(one.method for one in found.figures)
-    return [min((one for one in found.figures if one.method == method), key=fitness) for method in methods]
-
-
-def _cut(method: Method, point: Any) -> tuple[int, ...]:
-    """What of a grid point a method shares with libra's: distca has a pool size of its own, tap no chunks."""
-    cut = (point.head_shards, point.block_size)
-    if method == "distca":
-        return (*cut, point.chunks)
-    return (*cut, point.pool_size, point.chunks) if method == "libra" else (*cut, point.pool_size)
 
 
 def figures_csv(found: Simulation) -> str:

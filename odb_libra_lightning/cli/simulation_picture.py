@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from odb_libra_lightning.cli.simulate import at_choice
+from odb_libra_lightning.libra.choice import at_choice
 from odb_libra_lightning.libra.simulation_results import Choice, GridPoint, MethodFigures, Simulation
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#1f6fb4", "#e07b1a", "#3a923a", "#9aa5b1"

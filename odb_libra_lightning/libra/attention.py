@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from odb_libra_lightning.libra.kernel_interface import AttentionKernel, score_scale
 from odb_libra_lightning.libra.kernel_keys import KernelKeys, KeyGradients
-from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for, score_scale
+from odb_libra_lightning.libra.kernels import kernel_for
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.prepared_plan import PreparedPlan, prepare_plan
 from odb_libra_lightning.libra.segments import Segments

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_libra_lightning.libra.calibration import DEFAULT_CALIBRATION, Calibration
-from odb_libra_lightning.libra.simulation_results import Choice, Grid, GridPoint, MethodFigures, Simulation
+from odb_libra_lightning.libra.simulation_results import Choice, Grid, GridPoint, Method, MethodFigures, Simulation
 from odb_libra_lightning.libra.simulator import Packing, Progress, simulate
 
 _AS_FAST = 0.02  # means so close are a tie: the model is not better than that
@@ -120,3 +120,23 @@ def _in_words(figures: MethodFigures) -> str:
         f"{three_digits(figures.worst_latency * 1e3)} ms at worst, "
         f"{three_digits(figures.bytes_moved / 2**30)} GiB moved a micro-step"
     )
+
+
+def at_choice(found: Simulation, choice: Choice | None) -> list[MethodFigures]:
+    """One entry a method: at the chosen grid point where the method has it, else at its own best."""
+    point = choice.point if choice is not None else None
+
+    def fitness(one: MethodFigures) -> tuple[bool, float]:
+        cut = one.point is not None and point is not None and _cut(one.method, one.point) == _cut(one.method, point)
+        return not cut, one.mean_latency
+
+    methods = dict.fromkeys(one.method for one in found.figures)
+    return [min((one for one in found.figures if one.method == method), key=fitness) for method in methods]
+
+
+def _cut(method: Method, point: GridPoint) -> tuple[int, ...]:
+    """What of a grid point a method shares with libra's: distca has a pool size of its own, tap no chunks."""
+    cut = (point.head_shards, point.block_size)
+    if method == "distca":
+        return (*cut, point.chunks)
+    return (*cut, point.pool_size, point.chunks) if method == "libra" else (*cut, point.pool_size)

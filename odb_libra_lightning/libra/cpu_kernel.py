@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from odb_libra_lightning.libra.kernels import check_inputs, merge_parts
+from odb_libra_lightning.libra.kernel_interface import check_inputs, merge_parts
 from odb_libra_lightning.libra.segments import Segments
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

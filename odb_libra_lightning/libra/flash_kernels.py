@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from odb_libra_lightning.libra.kernels import check_inputs
+from odb_libra_lightning.libra.kernel_interface import check_inputs
 from odb_libra_lightning.libra.segments import Segments
 
 _DTYPES = (torch.float16, torch.bfloat16)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from odb_libra_lightning.libra.kernels import AttentionKernel
+from odb_libra_lightning.libra.kernel_interface import AttentionKernel
 from odb_libra_lightning.libra.segments import Segments
 
 HEAD_DIM = 16

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from odb_libra_lightning.libra.cpu_kernel import CpuKernel
 from odb_libra_lightning.libra.flash_kernels import TorchFlashKernel
-from odb_libra_lightning.libra.kernels import KERNELS, check_inputs, kernel_for, merge_parts, score_scale
+from odb_libra_lightning.libra.kernel_interface import check_inputs, merge_parts, score_scale
+from odb_libra_lightning.libra.kernels import KERNELS, kernel_for
 from odb_libra_lightning.libra.segments import Segments
 from tests.libra.kernel_cases import (
     HEAD_DIM,

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from odb_libra_lightning.libra.attention import libra_attention
-from odb_libra_lightning.libra.kernels import AttentionKernel, kernel_for
+from odb_libra_lightning.libra.kernel_interface import AttentionKernel
+from odb_libra_lightning.libra.kernels import kernel_for
 from odb_libra_lightning.libra.pool_plan import plan_pool
 from odb_libra_lightning.libra.prepared_plan import prepare_plan
 from odb_libra_lightning.libra.transport import GroupTransport, LocalTransport
