@@ -18,7 +18,6 @@ Overlap cannot be seen here: processes outnumber cores, and gloo computes while 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -27,13 +26,13 @@ import statistics
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from attention_cases import CASES, HEAD_DIM, HEADS, KV_HEADS, WORKERS, Case
 from attention_measures import (
     Attention,
     CountedKernel,
@@ -51,84 +50,12 @@ from torch import Tensor
 from odb_libra_lightning.baselines import ring_attention, ulysses_attention
 from odb_libra_lightning.libra.attention import libra_attention
 from odb_libra_lightning.libra.kernels import KERNELS
-from odb_libra_lightning.libra.layout import PoolLayout
-from odb_libra_lightning.libra.load import attention_load
 from odb_libra_lightning.libra.pool_plan import layout_plan
 from odb_libra_lightning.libra.prepared_plan import prepare_plan
 from odb_libra_lightning.libra.process_groups import PoolGroups, new_pool_groups
-from odb_libra_lightning.libra.sequence_placement import place_sequences
 from odb_libra_lightning.libra.thread_transport import DelayedTransport
-from odb_libra_lightning.libra.wlb import wlb_step
 
-WORKERS, HEADS, KV_HEADS, HEAD_DIM, HEAD_SHARDS, CHUNKS = 4, 8, 2, 64, 2, 4
-WLB_ROOM = 2  # packed lengths that a micro-batch of wlb may hold, as in the simulator
 CHECKED = 1e-4  # largest difference from float64, relative; float32 has 6e-8, and sums are of hundreds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One attention in one set-up.
-
-    Attributes:
-        name: `ulysses`, `ring`, `wlb`, `distca`, `tap`, `tap_vrsp` or `full`.
-        context_parallel: workers of a replica, `CP`.
-        pool_size: replicas of a pool, `P`; 1 where there are no pools.
-    """
-
-    name: str
-    context_parallel: int
-    pool_size: int = 1
-
-    @property
-    def replicas(self) -> int:
-        """Packed sequences of a micro-step, `DP`."""
-        return WORKERS // self.context_parallel
-
-    @property
-    def pooled(self) -> bool:
-        """Whether a pool computes by a plan."""
-        return self.name in ("distca", "tap", "tap_vrsp", "full")
-
-    def micro_steps(self, step: Step) -> list[Step]:
-        """The packed sequences of each micro-step, one a replica."""
-        if self.name == "wlb":
-            lengths = list(itertools.chain.from_iterable(step))
-            room = WLB_ROOM * max(map(sum, step))
-            step = wlb_step(lengths, micro_batches=len(step), max_tokens=room).document_lengths()
-        elif self.name in ("tap_vrsp", "full"):
-            pools = place_sequences([attention_load(one) for one in step], self.pool_size, refine=True)
-            step = [step[at] for pool in pools for at in pool]
-        return [step[at : at + self.replicas] for at in range(0, len(step), self.replicas)]
-
-    def layout(self, block_size: int) -> PoolLayout:
-        """Settings of its plans."""
-        return PoolLayout(
-            context_parallel=self.context_parallel,
-            block_size=block_size // self.context_parallel,
-            head_shards=HEAD_SHARDS,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            bytes_per_element=4,
-            chunks=CHUNKS if self.name in ("distca", "full") else 1,
-        )
-
-
-# A ring of one worker, as Ulysses of one, is the kernel alone; `tap` in one pool of all replicas is `distca` without
-# overlap.
-CASES = (
-    Case(name="ulysses", context_parallel=1),
-    Case(name="wlb", context_parallel=1),
-    Case(name="distca", context_parallel=1, pool_size=4),
-    *(Case(name=name, context_parallel=1, pool_size=2) for name in ("tap", "tap_vrsp", "full")),
-    *(Case(name=name, context_parallel=1, pool_size=4) for name in ("tap_vrsp", "full")),
-    Case(name="ulysses", context_parallel=2),
-    Case(name="ring", context_parallel=2),
-    Case(name="wlb", context_parallel=2),
-    Case(name="distca", context_parallel=2, pool_size=2),
-    *(Case(name=name, context_parallel=2, pool_size=1) for name in ("tap", "tap_vrsp", "full")),
-    *(Case(name=name, context_parallel=2, pool_size=2) for name in ("tap_vrsp", "full")),
-)
 
 
 class MicroStep:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -44,75 +44,56 @@ class Attention(Protocol):
         """
 
 
-def _libra(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: PoolPlan | PreparedPlan,
-    *,
-    groups: PoolGroups,
-    kernel: str | AttentionKernel | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    return libra_attention(q, k, v, plan, transport=groups.pool, kernel=kernel, scale=scale)
+def _pooled(*, whole_run: bool) -> Attention:
+    """Libra's attention, in the pools of the run or in one of all replicas."""
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: PoolPlan | PreparedPlan,
+        *,
+        groups: PoolGroups,
+        kernel: str | AttentionKernel | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        if whole_run and groups.layout.num_pools != 1:
+            raise ValueError(
+                f"distca has one pool of all replicas, and pool_size={groups.layout.pool_size} makes "
+                f"{groups.layout.num_pools} of them; {groups.layout.num_replicas} would fit"
+            )
+        return libra_attention(q, k, v, plan, transport=groups.pool, kernel=kernel, scale=scale)
+
+    return attention
 
 
-def _distca(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: PoolPlan | PreparedPlan,
-    *,
-    groups: PoolGroups,
-    kernel: str | AttentionKernel | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    if groups.layout.num_pools != 1:
-        raise ValueError(
-            f"distca has one pool of all replicas, and pool_size={groups.layout.pool_size} makes "
-            f"{groups.layout.num_pools} of them; {groups.layout.num_replicas} would fit"
-        )
-    return libra_attention(q, k, v, plan, transport=groups.pool, kernel=kernel, scale=scale)
+def _in_replica(attend: Callable[..., Tensor]) -> Attention:
+    """An attention that stays inside a replica, on that replica's part of the pool's plan."""
 
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: PoolPlan | PreparedPlan,
+        *,
+        groups: PoolGroups,
+        kernel: str | AttentionKernel | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        plan = plan.plan if isinstance(plan, PreparedPlan) else plan
+        replica = groups.layout.replica_of(groups.rank) % groups.layout.pool_size
+        return attend(q, k, v, plan, transport=groups.replica, replica=replica, kernel=kernel, scale=scale)
 
-def _ulysses(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: PoolPlan | PreparedPlan,
-    *,
-    groups: PoolGroups,
-    kernel: str | AttentionKernel | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    replica = groups.layout.replica_of(groups.rank) % groups.layout.pool_size
-    return ulysses_attention(
-        q, k, v, _pool_plan(plan), transport=groups.replica, replica=replica, kernel=kernel, scale=scale
-    )
-
-
-def _ring(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: PoolPlan | PreparedPlan,
-    *,
-    groups: PoolGroups,
-    kernel: str | AttentionKernel | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    replica = groups.layout.replica_of(groups.rank) % groups.layout.pool_size
-    return ring_attention(
-        q, k, v, _pool_plan(plan), transport=groups.replica, replica=replica, kernel=kernel, scale=scale
-    )
-
-
-def _pool_plan(plan: PoolPlan | PreparedPlan) -> PoolPlan:
-    return plan.plan if isinstance(plan, PreparedPlan) else plan
+    return attention
 
 
 ATTENTIONS: Mapping[str, Attention] = MappingProxyType(
-    {"libra": _libra, "ulysses": _ulysses, "ring": _ring, "distca": _distca}
+    {
+        "libra": _pooled(whole_run=False),
+        "ulysses": _in_replica(ulysses_attention),
+        "ring": _in_replica(ring_attention),
+        "distca": _pooled(whole_run=True),
+    }
 )
 """`wlb` is none of them: it packs documents anew (`odb_libra_lightning.libra.wlb`) and runs under `ulysses`."""
 

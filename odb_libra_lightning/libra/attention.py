@@ -50,7 +50,8 @@ def libra_attention(
         v: values, like `k`.
         plan: the pool's plan, the same on every worker.
         transport: what carries rows between the workers; worker `w` of the plan is its rank `w`. None: all processes
-            of `torch.distributed`, or this process alone where the plan has one worker.
+            of `torch.distributed`, or this process alone where the plan has one worker. One that is passed remembers
+            what workers have agreed upon, and saves asking at every call.
         kernel: name of a kernel in `libra.kernels`, or a kernel; None: the best one of the device.
         scale: factor of the scores, above 0; None: `head_dim ** -0.5`.
         remember: what backward does for queries and keys of other workers. `keep` holds them from forward, as many

@@ -117,7 +117,6 @@ class GroupTransport:
         self._roll_call_s = roll_call_s
         self._failure: str | None = None
         self._agreed: OrderedDict[str, None] = OrderedDict()
-        self._agreements = 0
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -155,7 +154,8 @@ class GroupTransport:
         """Make sure that all workers come with the same facts, before anything that depends on them is sent.
 
         Each compares with the worker before it, through the group's store: where not all are the same, one at least
-        raises. Facts that were agreed upon lately are not asked for again. The device does not wait, only the host.
+        raises. Facts that this transport agreed upon lately are not asked for again. The device does not wait, only the
+        host.
 
         Raises:
             ValueError: another worker has other facts.
@@ -168,11 +168,12 @@ class GroupTransport:
             raise RuntimeError(self._failure)
         assert self.group is not None
         store = PrefixStore("libra/agree", _get_process_group_store(self.group))
-        number, self._agreements = self._agreements, self._agreements + 1
         before = (self.rank - 1) % self.size
         limit = _time_limit(self.group) if self._timeout is None else timedelta(seconds=self._timeout)
         begin = time.monotonic()
         try:
+            # Counted in the store, for there may be several transports of one group.
+            number = store.add(f"calls/{self.rank}", 1)
             store.set(f"{number}/{self.rank}", facts)
             store.wait([f"{number}/{before}"], limit)
             others = store.get(f"{number}/{before}").decode()

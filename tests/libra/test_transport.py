@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -275,3 +276,19 @@ def test_a_worker_with_another_plan_or_option_computes_nothing(tmp_path: Path, d
     for rank, said in enumerate((first, second)):
         assert f"worker {rank} of 2 comes with [libra " in said
         assert "with the same plan, dtype and options" in said
+
+
+def agree_often() -> int:
+    """Many agreements, each on a transport of its own, as of calls without one; ranks run ahead of one another."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    draw = random.Random(dist.get_rank())
+    for number in range(60):
+        time.sleep(draw.choice([0, 0, 0.01]))
+        GroupTransport(timeout=10, roll_call_s=1).agree(f"plan {number // 2}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 60
+
+
+def test_several_transports_of_a_group_do_not_take_one_agreement_for_another(tmp_path: Path) -> None:
+    assert run_ranks(agree_often, 3, tmp_path, timeout=60) == [60, 60, 60]
