@@ -12,8 +12,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -26,6 +26,7 @@ from odb_libra_lightning.libra.worker_plan import plan_worker
 # Of each packed sequence of a pool, the lengths of its documents.
 PoolLengths: TypeAlias = Sequence[Sequence[int]]
 _Lengths: TypeAlias = tuple[tuple[int, ...], ...]
+PlansByLayout: TypeAlias = Mapping[PoolLayout, PreparedPlan]
 
 # How long closing waits for a source of lengths that does not answer.
 _CLOSE_S = 10.0
@@ -33,19 +34,32 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedBatch:
-    """A plan and what it cost.
+    """The plans of a micro-batch and what they cost.
 
     Attributes:
-        plan: the plan of this worker, for all layers; the same object as before where the lengths are the same.
+        plans: the plans of this worker by their settings; the same objects as before where the lengths are the same.
+        lengths: document lengths that they were made for.
         micro_batch: its number, from 0.
-        planning_s: seconds that the thread took for it; 0 where the plan was there already.
-        waited_s: seconds that the caller waited for it.
+        planning_s: seconds that the thread took for them; 0 where they were there already.
+        waited_s: seconds that the caller waited for them.
     """
 
-    plan: PreparedPlan
+    plans: PlansByLayout
+    lengths: PoolLengths
     micro_batch: int
     planning_s: float
     waited_s: float
+
+    @property
+    def plan(self) -> PreparedPlan:
+        """The plan for all layers of a model whose layers have the same settings.
+
+        Raises:
+            LookupError: there are several, or none.
+        """
+        if len(self.plans) != 1:
+            raise LookupError(f"micro-batch {self.micro_batch} has {len(self.plans)} plans: ask for one by its layout")
+        return next(iter(self.plans.values()))
 
 
 class Planner:
@@ -61,15 +75,15 @@ class Planner:
         [16, 16]
 
     Args:
-        layout: settings of the plans.
+        layout: settings of the plans; several for a model whose layers differ, as in their sliding window; none where
+            they are not known yet (`expect`).
         worker: number of this worker in its pool.
         lengths: document lengths of every micro-batch to come, in order; read in the thread, and so it should hold no
             reference to the planner and never wait for ever. None: they come by `feed`.
         depth: plans that are made ahead, and with `feed` micro-batches that may be fed ahead.
         device: where the indices of the plans are copied to, on the stream that is current here; None: on first use.
 
-    Every micro-batch must suit the layout: a block size that no home of a short one reaches is an error, as in
-    `plan_pool`.
+    Blocks of a micro-batch in which no home has `block_size` rows are as large as its largest home.
 
     Raises:
         ValueError: a depth below 1.
@@ -77,7 +91,7 @@ class Planner:
 
     def __init__(
         self,
-        layout: PoolLayout,
+        layout: PoolLayout | Sequence[PoolLayout],
         worker: int,
         *,
         lengths: Iterable[PoolLengths] | None = None,
@@ -96,7 +110,8 @@ class Planner:
         self._process = os.getpid()
         stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
         self._shared = _Shared(depth=depth)
-        make = _Maker(layout=layout, worker=worker, device=device, stream=stream)
+        self._layouts = [layout] if isinstance(layout, PoolLayout) else list(layout)
+        make = _Maker(layouts=self._layouts, worker=worker, device=device, stream=stream)
         source = _fed(self._shared) if lengths is None else lengths
         # The thread holds what it shares with the planner, not the planner: nobody else may keep that alive.
         thread = threading.Thread(
@@ -104,6 +119,11 @@ class Planner:
         )
         self._close = weakref.finalize(self, _end, self._shared, thread, os.getpid())
         thread.start()
+
+    def expect(self, layout: PoolLayout) -> None:
+        """Make a plan of these settings too, for micro-batches whose planning has not begun."""
+        if layout not in self._layouts:
+            self._layouts.append(layout)
 
     def feed(self, lengths: PoolLengths) -> None:
         """Name the lengths of the next micro-batch to plan.
@@ -158,7 +178,9 @@ class Planner:
         self._taken += 1
         self.waited_s += waited
         self.planning_s += made.seconds
-        return PlannedBatch(plan=made.plan, micro_batch=number, planning_s=made.seconds, waited_s=waited)
+        return PlannedBatch(
+            plans=made.plans, lengths=made.lengths, micro_batch=number, planning_s=made.seconds, waited_s=waited
+        )
 
     def close(self) -> None:
         """End the thread; again does nothing."""
@@ -181,7 +203,7 @@ class Planner:
 
 @dataclass(frozen=True, kw_only=True)
 class _Made:
-    plan: PreparedPlan
+    plans: PlansByLayout
     lengths: _Lengths
     seconds: float
 
@@ -202,7 +224,7 @@ class _Shared:
 class _Maker:
     """Makes plans; remembers the last."""
 
-    layout: PoolLayout
+    layouts: list[PoolLayout]  # the planner's own, which grows
     worker: int
     device: torch.device | None
     stream: torch.cuda.Stream | None
@@ -211,19 +233,40 @@ class _Maker:
     def make(self, lengths: PoolLengths) -> _Made:
         begin = time.perf_counter()
         wanted = _as_tuples(lengths)
-        if self.last is not None and self.last.lengths == wanted:
-            return _Made(plan=self.last.plan, lengths=wanted, seconds=0.0)
-        pool = layout_plan(wanted, self.layout)
-        plan = PreparedPlan(plan=pool, worker=self.worker, work=plan_worker(pool, self.worker))
-        segments = plan.segments
-        if self.device is not None:
-            # On the stream that computes with them: so they are complete when it comes to them, and their memory is
-            # not given to a later plan before it has read them.
-            with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
-                plan.index(self.device)
-                segments.cu_seqlens(self.device)
-        self.last = _Made(plan=plan, lengths=wanted, seconds=time.perf_counter() - begin)
+        layouts = tuple(self.layouts)
+        if self.last is not None and self.last.lengths == wanted and len(self.last.plans) == len(layouts):
+            return _Made(plans=self.last.plans, lengths=wanted, seconds=0.0)
+        # On the stream that computes with them: so they are complete when it comes to them, and their memory is not
+        # given to a later plan before it has read them.
+        with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
+            plans = {layout: make_plan(wanted, layout, self.worker, device=self.device) for layout in layouts}
+        self.last = _Made(plans=plans, lengths=wanted, seconds=time.perf_counter() - begin)
         return self.last
+
+
+def make_plan(
+    lengths: PoolLengths, layout: PoolLayout, worker: int, *, device: torch.device | None = None
+) -> PreparedPlan:
+    """One worker's plan for a micro-batch of any lengths, its indices on a device.
+
+    Blocks are `layout.block_size` rows, or as many as the largest home has where none has so many.
+
+    Args:
+        lengths: document lengths of every packed sequence of the pool.
+        layout: the settings.
+        worker: number of the worker in its pool.
+        device: where the indices are copied to; None: on first use.
+    """
+    largest_home = max(-(-sum(sequence) // layout.context_parallel) for sequence in lengths)
+    if 0 < largest_home < layout.block_size:
+        layout = replace(layout, block_size=largest_home)
+    pool = layout_plan(lengths, layout)
+    plan = PreparedPlan(plan=pool, worker=worker, work=plan_worker(pool, worker))
+    segments = plan.segments
+    if device is not None:
+        plan.index(device)
+        segments.cu_seqlens(device)
+    return plan
 
 
 def _plan_ahead(shared: _Shared, source: Iterable[PoolLengths], maker: _Maker) -> None:
