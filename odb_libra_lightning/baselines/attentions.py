@@ -10,7 +10,7 @@ from torch import Tensor
 
 from odb_libra_lightning.baselines.ring import ring_attention
 from odb_libra_lightning.baselines.ulysses import ulysses_attention
-from odb_libra_lightning.libra.attention import libra_attention
+from odb_libra_lightning.libra.attention import Remember, libra_attention
 from odb_libra_lightning.libra.kernel_interface import AttentionKernel
 from odb_libra_lightning.libra.pool_plan import PoolPlan
 from odb_libra_lightning.libra.prepared_plan import PreparedPlan
@@ -30,6 +30,7 @@ class Attention(Protocol):
         groups: PoolGroups,
         kernel: str | AttentionKernel | None = None,
         scale: float | None = None,
+        remember: Remember = "keep",
     ) -> Tensor:
         """A collective of the pool, or of the replica for attentions that stay inside it.
 
@@ -41,6 +42,7 @@ class Attention(Protocol):
             groups: pools and replicas of the run.
             kernel: as in `libra_attention`.
             scale: as in `libra_attention`.
+            remember: as in `libra_attention`. Attentions that stay in a replica know `keep` alone.
         """
 
 
@@ -56,13 +58,14 @@ def _pooled(*, whole_run: bool) -> Attention:
         groups: PoolGroups,
         kernel: str | AttentionKernel | None = None,
         scale: float | None = None,
+        remember: Remember = "keep",
     ) -> Tensor:
         if whole_run and groups.layout.num_pools != 1:
             raise ValueError(
                 f"distca has one pool of all replicas, and pool_size={groups.layout.pool_size} makes "
                 f"{groups.layout.num_pools} of them; {groups.layout.num_replicas} would fit"
             )
-        return libra_attention(q, k, v, plan, transport=groups.pool, kernel=kernel, scale=scale)
+        return libra_attention(q, k, v, plan, transport=groups.pool, kernel=kernel, scale=scale, remember=remember)
 
     return attention
 
@@ -79,7 +82,10 @@ def _in_replica(attend: Callable[..., Tensor]) -> Attention:
         groups: PoolGroups,
         kernel: str | AttentionKernel | None = None,
         scale: float | None = None,
+        remember: Remember = "keep",
     ) -> Tensor:
+        if remember != "keep":
+            raise ValueError(f"remember={remember!r}: an attention that stays in a replica knows 'keep' alone")
         plan = plan.plan if isinstance(plan, PreparedPlan) else plan
         replica = groups.layout.replica_of(groups.rank) % groups.layout.pool_size
         return attend(q, k, v, plan, transport=groups.replica, replica=replica, kernel=kernel, scale=scale)

@@ -15,6 +15,7 @@ from odb_libra_lightning.libra.pool_plan import PoolPlan, plan_pool
 from odb_libra_lightning.libra.sequence_placement import place_sequences
 
 if TYPE_CHECKING:
+    from odb_libra_lightning.libra.active_attention import core_attention
     from odb_libra_lightning.libra.attention import libra_attention
     from odb_libra_lightning.libra.planner import Planner
     from odb_libra_lightning.libra.process_groups import new_pool_groups
@@ -24,6 +25,7 @@ __all__ = [
     "PoolLayout",
     "PoolPlan",
     "attention_load",
+    "core_attention",
     "imbalance_floor",
     "libra_attention",
     "new_pool_groups",
@@ -34,6 +36,7 @@ __all__ = [
 
 
 _HOMES = {
+    "core_attention": "odb_libra_lightning.libra.active_attention",
     "Planner": "odb_libra_lightning.libra.planner",
     "libra_attention": "odb_libra_lightning.libra.attention",
     "new_pool_groups": "odb_libra_lightning.libra.process_groups",

@@ -100,13 +100,13 @@ def core_attention(
             f"a batch of {len(q)} sequences under context parallelism: it takes one packed sequence, [1, T]; collate "
             "samples into one with PackingCollator"
         )
-    flat = [each.flatten(0, 1) if each.ndim == 4 else each for each in (q, k, v)]
+    shape, batch = q.shape, 1 if q.ndim == 3 else len(q)
+    q, k, v = (each.flatten(0, 1) if each.ndim == 4 else each for each in (q, k, v))
     if attends is None:
-        batch = 1 if q.ndim == 3 else len(q)
-        out = _attend_here(*flat, _document_lengths(len(flat[0]), batch, position_ids), window=window, scale=scale)
+        out = _attend_here(q, k, v, _document_lengths(len(q), batch, position_ids), window=window, scale=scale)
     else:
-        out = attends.attend(*flat, window=window, scale=scale)
-    return out.view(q.shape)
+        out = attends.attend(q, k, v, window=window, scale=scale)
+    return out.view(shape)
 
 
 def _document_lengths(rows: int, batch: int, position_ids: Tensor | None) -> tuple[int, ...]:

@@ -110,7 +110,9 @@ def _documents(batch: Mapping[str, Any], tokens: int, rows: int) -> tuple[int, .
             bounds = torch.as_tensor(batch[name]).flatten()
             lengths = bounds.diff()
             if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] > rows or (lengths < 0).any():
-                raise ValueError(f"{name} {_shown(bounds)} does not rise from 0 to at most the {rows} rows of the batch")
+                raise ValueError(
+                    f"{name} {_shown(bounds)} does not rise from 0 to at most the {rows} rows of the batch"
+                )
             return tuple(int(length) for length in lengths if length)
     positions = batch.get("position_ids")
     if positions is None:

@@ -1,0 +1,266 @@
+"""Context-parallel training with balanced attention, as one argument of a Trainer.
+
+A pack that a replica's loader gives out is cut over the replica's processes, its attention is computed wherever the
+pool has room, and the gradient is that of the mean over the whole pack: the module, its optimizer, precision,
+accumulation and checkpoints are those of an ordinary run. Source: Libra (arXiv:2607.23250), section 4.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from odb_libra_lightning.libra.active_attention import activate, deactivate
+from odb_libra_lightning.libra.attention import Remember
+from odb_libra_lightning.libra.kernel_interface import AttentionKernel
+from odb_libra_lightning.libra.layout import Placement
+from odb_libra_lightning.libra.process_groups import RankLayout
+from odb_libra_lightning.odb.training_loader import TrainingLoader
+from odb_libra_lightning.strategies import huggingface
+from odb_libra_lightning.strategies.deepspeed import ODBDeepSpeedStrategy
+from odb_libra_lightning.strategies.gloo_exit import destroy_gloo_at_exit
+from odb_libra_lightning.strategies.gradient_scaling import scale_gradient
+from odb_libra_lightning.strategies.libra_options import AttentionName, LibraOptions
+from odb_libra_lightning.strategies.pool_session import PoolSession
+from odb_libra_lightning.strategies.sharded_blocks import shard_blocks
+
+
+class ContextParallelStrategy(ParallelStrategy):
+    """What the strategies of this file have in common; each adds it to one of Lightning's.
+
+    Args:
+        context_parallel: processes that share a packed sequence, `CP`. Ranks of a replica follow one another.
+        pool_size: replicas among which attention work is evened out, `P`. None: the largest number up to 8 that
+            divides the replicas; for `distca` all of them.
+        block_size: rows of a tile at the most, `B`. None: 2048.
+        head_shards: shards of the query heads, `H`. None: the largest number up to 4 that divides the KV heads.
+        chunks: slices of a tile's heads that are transferred and computed in turn, `M`. None: up to 4.
+        attention: `libra`; or one that it is compared with: `ulysses`, `ring`, or `distca`.
+        placement: which worker computes a tile: `home_first` or `paper`.
+        sequence_placement: which pool a packed sequence of `PackedDataModule` goes to: `vrsp`, or another of
+            `libra.sequence_placement.PLACEMENTS`.
+        refine: even out the pools further by swaps.
+        tau: share of the mean load by which a worker may exceed it.
+        kernel: name of an attention kernel, or a kernel. None: the best of the device.
+        remember: what backward does for rows of other workers, `keep` or `refetch`; see `libra_attention`.
+        causal_shift: whether the module's loss shifts `labels` by one, as language models do.
+        ignore_index: label that bears no loss.
+        pool_timeout: seconds that processes of a pool wait for one another.
+        **strategy: arguments of the Lightning strategy.
+
+    Raises:
+        ValueError: options that cannot work; at set-up, options that do not fit the number of processes or the model.
+
+    Every batch is one packed sequence (`libra.packs.read_pack`). `training_step` returns the mean over the batch's
+    labels, as it does anywhere. Validation and tests attend within each replica.
+    """
+
+    def __init__(
+        self,
+        *,
+        context_parallel: int = 1,
+        pool_size: int | None = None,
+        block_size: int | None = None,
+        head_shards: int | None = None,
+        chunks: int | None = None,
+        attention: AttentionName = "libra",
+        placement: Placement = "home_first",
+        sequence_placement: str = "vrsp",
+        refine: bool = True,
+        tau: float = 0.03,
+        kernel: str | AttentionKernel | None = None,
+        remember: Remember = "keep",
+        causal_shift: bool = True,
+        ignore_index: int = -100,
+        pool_timeout: float = 1800.0,
+        **strategy: Any,
+    ) -> None:
+        self.options = LibraOptions(
+            context_parallel=context_parallel,
+            pool_size=pool_size,
+            block_size=block_size,
+            head_shards=head_shards,
+            chunks=chunks,
+            attention=attention,
+            placement=placement,
+            sequence_placement=sequence_placement,
+            refine=refine,
+            tau=tau,
+            kernel=kernel,
+            remember=remember,
+            causal_shift=causal_shift,
+            ignore_index=ignore_index,
+            pool_timeout=pool_timeout,
+        )
+        super().__init__(**strategy)
+        self._session: PoolSession | None = None
+        self._installed: huggingface.Installed | None = None
+        self._failed = False
+
+    @property
+    def rank_layout(self) -> RankLayout:
+        """Pools and replicas of the run.
+
+        Raises:
+            ValueError: options that do not fit the number of processes.
+        """
+        return self.options.rank_layout(self.world_size)
+
+    @property
+    def session(self) -> PoolSession:
+        """The run's pools at work.
+
+        Raises:
+            RuntimeError: outside a run.
+        """
+        if self._session is None:
+            raise RuntimeError(f"{type(self).__name__} has no session before its set-up, nor after its end")
+        return self._session
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        layout = self.rank_layout
+        return {"num_replicas": layout.num_replicas, "rank": layout.replica_of(self.global_rank)}
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        layout = self.rank_layout
+        destroy_gloo_at_exit()
+        self._failed = False
+        self._session = PoolSession(options=self.options, layout=layout, rank=self.global_rank, device=self.root_device)
+        activate(self._session)
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.lightning_module is not None
+        self._installed = huggingface.install(self.lightning_module)
+        for heads in self._installed.heads:
+            self.options.pool_layout(
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                bytes_per_element=2,  # of no account here
+                window=heads.window,
+            )
+        super().setup(trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        loader = super().process_dataloader(dataloader)
+        if isinstance(loader, TrainingLoader):
+            loader.on_pass, loader.on_batch = self.session.begin_pass, self.session.announce
+        return loader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        training = bool(trainer.training)
+        shared = training and isinstance(trainer.train_dataloader, TrainingLoader)
+        shard = self.session.take(batch, training=training, shared=shared)
+        return super().batch_to_device(shard, device, dataloader_idx)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.session.attended:
+            raise RuntimeError(
+                f"rank {self.global_rank}: the model computed its loss without core_attention, so its rows attend to "
+                "those of this process alone, or to none: call odb_libra_lightning.libra.core_attention in it, or "
+                "train a Hugging Face model of the attention interface"
+            )
+        hooks = scale_gradient(closure_loss, self.session.loss_share) if closure_loss.requires_grad else []
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self._installed is not None:
+            self._installed.restore()
+            self._installed = None
+        if self._session is not None:
+            deactivate(self._session)
+            self._session.close(failed=self._failed)
+            self._session = None
+        super().teardown()
+
+
+class LibraStrategy(ContextParallelStrategy, DDPStrategy):
+    """Lightning's `DDPStrategy` with context parallelism and balanced attention.
+
+    Example:
+        >>> L.Trainer(strategy=LibraStrategy(context_parallel=4, pool_size=8), devices=8, num_nodes=4)  # doctest: +SKIP
+    """
+
+
+class LibraFSDPStrategy(ContextParallelStrategy, ModelParallelStrategy):
+    """FSDP2 over all processes, with context parallelism and balanced attention.
+
+    A module that has no `configure_model` is sharded here, by transformer blocks (`sharded_blocks.shard_blocks`). One
+    that has shards itself, over `self.device_mesh["data_parallel"]`, which is all processes.
+
+    Example:
+        >>> L.Trainer(strategy=LibraFSDPStrategy(context_parallel=8), devices=8)  # doctest: +SKIP
+    """
+
+    def __init__(self, **options: Any) -> None:
+        for name in ("data_parallel_size", "tensor_parallel_size"):
+            if name in options:
+                raise TypeError(f"{name} is not to be set: parameters are sharded over all processes of the run")
+        super().__init__(**options, data_parallel_size="auto", tensor_parallel_size=1)
+        self._shards_module = False
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        if not is_overridden("configure_model", self.lightning_module):
+            self.lightning_module.configure_model = MethodType(shard_blocks, self.lightning_module)  # type: ignore[method-assign]
+            self._shards_module = True
+        super().setup_environment()
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self._shards_module and self.lightning_module is not None:
+            del self.lightning_module.configure_model
+            self._shards_module = False
+
+
+class LibraDeepSpeedStrategy(ContextParallelStrategy, ODBDeepSpeedStrategy):
+    """DeepSpeed's ZeRO over all processes, with context parallelism and balanced attention.
+
+    It is `ODBDeepSpeedStrategy` otherwise, whose arguments it takes.
+
+    Example:
+        >>> L.Trainer(strategy=LibraDeepSpeedStrategy(context_parallel=8, stage=3), devices=8)  # doctest: +SKIP
+    """
+
+
+def register_strategies() -> None:
+    """Register the strategies with Lightning by name: `Trainer(strategy="libra_ddp")`."""
+    for name, strategy, what in (
+        ("libra_ddp", LibraStrategy, "DDP"),
+        ("libra_fsdp2", LibraFSDPStrategy, "FSDP2"),
+        ("libra_deepspeed", LibraDeepSpeedStrategy, "DeepSpeed ZeRO"),
+    ):
+        StrategyRegistry.register(
+            name, strategy, description=f"{what} with context-parallel attention balanced over pools", override=True
+        )
