@@ -6,6 +6,7 @@ import lightning as L
 
 from odb_libra_lightning.callbacks.batching import PaddingMonitor, SamplesPerUpdateMonitor, StepsPerEpochMonitor
 from odb_libra_lightning.callbacks.epoch_means import ExactEpochMeans
+from odb_libra_lightning.callbacks.libra_monitor import LibraMonitor
 from odb_libra_lightning.callbacks.loader_access import batch_info
 from odb_libra_lightning.callbacks.loss_scaling import TokenLossScaling, ZeroWeightSteps
 from odb_libra_lightning.callbacks.lr_schedule import SampleLRSchedule
@@ -14,12 +15,14 @@ from odb_libra_lightning.callbacks.panels import DashboardPanels
 from odb_libra_lightning.callbacks.progress_bar import SampleProgressBar
 from odb_libra_lightning.callbacks.summary import RunSummary
 from odb_libra_lightning.callbacks.timing import DataWaitMonitor, StragglerMonitor
+from odb_libra_lightning.callbacks.token_loss import TokenLossMonitor
 from odb_libra_lightning.callbacks.validation_interval import ValidateEverySamples
 
 __all__ = [
     "DashboardPanels",
     "DataWaitMonitor",
     "ExactEpochMeans",
+    "LibraMonitor",
     "Monitor",
     "PaddingMonitor",
     "RunSummary",
@@ -28,6 +31,7 @@ __all__ = [
     "SamplesPerUpdateMonitor",
     "StepsPerEpochMonitor",
     "StragglerMonitor",
+    "TokenLossMonitor",
     "TokenLossScaling",
     "ValidateEverySamples",
     "ZeroWeightSteps",
@@ -48,6 +52,8 @@ def monitoring(*, progress_bar: bool = True) -> list[L.Callback]:
         StepsPerEpochMonitor(),
         DataWaitMonitor(),
         StragglerMonitor(),
+        LibraMonitor(),
+        TokenLossMonitor(),
         DashboardPanels(),
     ]
     if progress_bar:

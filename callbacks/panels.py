@@ -6,6 +6,8 @@ import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from typing_extensions import override
 
+from odb_libra_lightning.callbacks.timing import POOLS_SHOWN
+
 # Category -> chart -> logged key. What batching does comes first, what it costs second, and the loss last,
 # because the loss is the one curve every other dashboard shows already.
 PANELS: dict[str, dict[str, str]] = {
@@ -25,9 +27,20 @@ PANELS: dict[str, dict[str, str]] = {
         "Slowest rank (s)": "straggler/max_s",
         "Mean over ranks (s)": "straggler/mean_s",
         "Slowest over mean": "straggler/ratio",
+        "Slowest of a pool (s)": "straggler/pool_max_s",
+        "Slowest over mean in the worst pool": "straggler/pool_ratio",
+        "Slowest over mean in each pool": "straggler/pools/",
+    },
+    "Libra": {
+        "Busiest pool over mean, minus 1": "libra/pool_imbalance",
+        "Busiest worker of a pool over mean, minus 1": "libra/tile_imbalance",
+        "Moved per update (bytes a layer)": "libra/bytes_moved",
+        "Planning (ms)": "libra/plan_ms",
+        "Plan wait fraction": "libra/plan_wait_fraction",
     },
     "Training": {
         "Loss": "train/loss",
+        "Loss of all tokens": "train/token_loss",
     },
 }
 SAMPLES = "progress/samples"
@@ -39,7 +52,7 @@ def custom_scalars_layout() -> dict[str, dict[str, list[object]]]:
     Returns:
         Category -> chart title -> `["Multiline", [key]]`. TensorBoard matches a key from the start of the
         logged name, so the chart of `train/loss` also draws the `train/loss_step` and `train/loss_epoch` of
-        Lightning.
+        Lightning, and a key that ends in `/` stands for all that begin with it.
     """
     return {
         category: {title: ["Multiline", [key]] for title, key in charts.items()} for category, charts in PANELS.items()
@@ -69,4 +82,5 @@ class DashboardPanels(L.Callback):
                 logger.experiment.define_metric(SAMPLES)
                 for charts in PANELS.values():
                     for key in charts.values():
-                        logger.experiment.define_metric(key, step_metric=SAMPLES)
+                        for name in [f"{key}{pool}" for pool in range(POOLS_SHOWN)] if key.endswith("/") else [key]:
+                            logger.experiment.define_metric(name, step_metric=SAMPLES)

@@ -37,6 +37,7 @@ KEYS = {
     "straggler/max_s",
     "straggler/mean_s",
     "straggler/ratio",
+    "train/token_loss",
     "progress/samples",
     "progress/tokens",
 }

@@ -35,8 +35,18 @@ KEYS = [
     "straggler/max_s",
     "straggler/mean_s",
     "straggler/ratio",
+    "straggler/pool_max_s",
+    "straggler/pool_ratio",
+    "straggler/pools/",
+    "libra/pool_imbalance",
+    "libra/tile_imbalance",
+    "libra/bytes_moved",
+    "libra/plan_ms",
+    "libra/plan_wait_fraction",
     "train/loss",
+    "train/token_loss",
 ]
+POOLS = "straggler/pools/"
 
 
 class LogEachStep(L.Callback):
@@ -82,7 +92,7 @@ def wandb_records(path: Path) -> Iterator[Record]:
 def test_every_logged_key_has_one_chart_in_a_fixed_order() -> None:
     layout = custom_scalars_layout()
 
-    assert list(layout) == ["Batching", "Waiting", "Stragglers", "Training"]
+    assert list(layout) == ["Batching", "Waiting", "Stragglers", "Libra", "Training"]
     charts = [chart for category in layout.values() for chart in category.values()]
     assert charts == [["Multiline", [key]] for key in KEYS]
 
@@ -112,8 +122,9 @@ def test_wandb_draws_every_key_over_samples_whatever_lightning_defined_before(
     (log,) = tmp_path.rglob("*.wandb")
     records = list(wandb_records(log))
     metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
+    names = [key for key in KEYS if key != POOLS] + [f"{POOLS}{pool}" for pool in range(16)]
     assert {m.name: m.step_metric for m in metrics if m.step_metric and m.name} == dict.fromkeys(
-        KEYS, "progress/samples"
+        names, "progress/samples"
     )
     # Lightning's `*` is still the only glob: a second one would compete with it.
     assert [m.glob_name for m in metrics if m.glob_name] == ["*"]
