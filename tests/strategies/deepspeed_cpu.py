@@ -27,3 +27,12 @@ class CPUDeepSpeedStrategy(ODBDeepSpeedStrategy):
     def setup_environment(self) -> None:
         self.parallel_devices = [torch.device("cpu", i) for i in range(len(self.parallel_devices or ()))]
         DDPStrategy.setup_environment(self)
+
+
+def cpu_libra_deepspeed(**settings: Any) -> Any:
+    """`LibraDeepSpeedStrategy`, likewise."""
+    from odb_libra_lightning.strategies import LibraDeepSpeedStrategy
+
+    # In the order of resolution this is behind Libra's own methods and before DeepSpeed's.
+    strategy = type("CPULibraDeepSpeedStrategy", (LibraDeepSpeedStrategy, CPUDeepSpeedStrategy), {})
+    return strategy(**settings)
