@@ -101,7 +101,7 @@ class ContextParallelStrategy(ParallelStrategy):
             pool_timeout=pool_timeout,
         )
         super().__init__(**strategy)
-        self._session: PoolSession | None = None
+        self.session: PoolSession | None = None  # the run's pools at work; None outside a run
         self._installed: huggingface.Installed | None = None
         self._failed = False
 
@@ -114,16 +114,10 @@ class ContextParallelStrategy(ParallelStrategy):
         """
         return self.options.rank_layout(self.world_size)
 
-    @property
-    def session(self) -> PoolSession:
-        """The run's pools at work.
-
-        Raises:
-            RuntimeError: outside a run.
-        """
-        if self._session is None:
-            raise RuntimeError(f"{type(self).__name__} has no session before its set-up, nor after its end")
-        return self._session
+    def _running_session(self) -> PoolSession:
+        if self.session is None:
+            raise RuntimeError(f"{type(self).__name__} has no pools before its set-up, nor after its end")
+        return self.session
 
     @property
     @override
@@ -137,8 +131,8 @@ class ContextParallelStrategy(ParallelStrategy):
         layout = self.rank_layout
         destroy_gloo_at_exit()
         self._failed = False
-        self._session = PoolSession(options=self.options, layout=layout, rank=self.global_rank, device=self.root_device)
-        activate(self._session)
+        self.session = PoolSession(options=self.options, layout=layout, rank=self.global_rank, device=self.root_device)
+        activate(self.session)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -158,7 +152,8 @@ class ContextParallelStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
         if isinstance(loader, TrainingLoader):
-            loader.on_pass, loader.on_batch = self.session.begin_pass, self.session.announce
+            session = self._running_session()
+            loader.on_pass, loader.on_batch = session.begin_pass, session.announce
         return loader
 
     @override
@@ -167,18 +162,19 @@ class ContextParallelStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         training = bool(trainer.training)
         shared = training and isinstance(trainer.train_dataloader, TrainingLoader)
-        shard = self.session.take(batch, training=training, shared=shared)
+        shard = self._running_session().take(batch, training=training, shared=shared)
         return super().batch_to_device(shard, device, dataloader_idx)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.session.attended:
+        session = self._running_session()
+        if not session.attended:
             raise RuntimeError(
                 f"rank {self.global_rank}: the model computed its loss without core_attention, so its rows attend to "
                 "those of this process alone, or to none: call odb_libra_lightning.libra.core_attention in it, or "
                 "train a Hugging Face model of the attention interface"
             )
-        hooks = scale_gradient(closure_loss, self.session.loss_share) if closure_loss.requires_grad else []
+        hooks = scale_gradient(closure_loss, session.loss_share) if closure_loss.requires_grad else []
         try:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         finally:
@@ -195,10 +191,10 @@ class ContextParallelStrategy(ParallelStrategy):
         if self._installed is not None:
             self._installed.restore()
             self._installed = None
-        if self._session is not None:
-            deactivate(self._session)
-            self._session.close(failed=self._failed)
-            self._session = None
+        if self.session is not None:
+            deactivate(self.session)
+            self.session.close(failed=self._failed)
+            self.session = None
         super().teardown()
 
 
