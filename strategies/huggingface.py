@@ -62,10 +62,10 @@ def install(root: nn.Module, *, training: bool = True) -> Installed:
         ValueError: the module mixes positions in a way that context parallelism does not compute. Nothing has been
             changed then.
     """
-    refuse_mixing_layers(root)
     models = dict(_models_in(root))
     for name, model in models.items():
         check_model(model, name, training=training)
+    refuse_mixing_layers(root)
     if not models:
         return Installed()
     register()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from odb_libra_lightning.libra.active_attention import core_attention
+from odb_libra_lightning.libra.active_attention import active, core_attention
 from odb_libra_lightning.strategies.attention_heads import heads_of_config, windows_of_config
 
 NAME = "libra"
@@ -81,6 +81,11 @@ def libra_attention_forward(
     _refuse_arguments(where, attention_mask, dropout, kwargs)
     if getattr(module, "is_causal", True) is False:
         raise ValueError(f"{where} is not causal, and attention under context parallelism is")
+    if position_ids is None and active() is None:
+        raise ValueError(
+            f"{where} is not told position_ids, so that without a strategy that knows the documents of a packed "
+            "sequence they cannot be told apart; take a model that hands position_ids to its attention"
+        )
     _refuse_shapes(where, query, key, value)
     _refuse_other_layer(module, query, key, sliding_window)
     q, k, v = (each.transpose(1, 2) for each in (query, key, value))

@@ -12,7 +12,7 @@ _ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _DROPOUT_SETTINGS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _MIXING_CLASS = re.compile(
-    r"Mamba|SSM|Mixer2|DeltaNet|LinearAttention|LightningAttention|Retention|Recurrent|ShortConv|Rwkv"
+    r"Mamba|SSM(?![a-z])|DeltaNet|LinearAttention|LightningAttention|Retention|Recurrent|ShortConv|Rwkv"
 )
 
 
@@ -33,26 +33,26 @@ def check_model(model: Any, name: str, *, training: bool = True) -> None:
 
 def _objections(model: Any, training: bool) -> Iterator[str]:
     config = model.config
-    yield from _of_kind(model, config)
+    yield from _of_kind(config)
     yield from _of_layers(model, config)
     yield from _of_scores(model, config, training)
     yield from _of_positions(config)
-
-
-def _of_kind(model: Any, config: Any) -> Iterator[str]:
-    """What the model is."""
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        yield "it attends to the output of an encoder; only decoders that attend to themselves are possible"
-    parts = [part for part in getattr(config, "sub_configs", {}) if getattr(config, part, None) is not None]
-    if parts or config.get_text_config(decoder=True) is not config:
-        yield (
-            f"it has parts of its own for {', '.join(parts) or 'other inputs'}, whose tokens are not rows of the "
-            "packed sequence; take the class that is its text decoder alone, ...ForCausalLM"
-        )
     if not getattr(model, "_supports_attention_backend", False) or not _takes_another_attention(model):
         yield (
             "it does not get its attention from transformers' AttentionInterface (_supports_attention_backend); take "
             "a model that does"
+        )
+
+
+def _of_kind(config: Any) -> Iterator[str]:
+    """What the model is."""
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        yield "it attends to the output of an encoder; only decoders that attend to themselves are possible"
+    names = [name for name in getattr(config, "sub_configs", {}) if hasattr(getattr(config, name), "num_hidden_layers")]
+    if names:
+        yield (
+            f"it has models of its own for {', '.join(names)}, whose tokens are not rows of the packed sequence; take "
+            "the class that is its text decoder alone, ...ForCausalLM"
         )
 
 

@@ -21,6 +21,10 @@ from tests.strategies.tiny_models import MODELS, Tiny, compute_in_float64, masks
 
 pytest.importorskip("transformers")
 DOCUMENTS = (7, 1, 5, 2)
+RARE = ("qwen2", "mixtral", "phi3", "olmo2")
+EACH_MODEL = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in RARE else ()) for name in MODELS]
+)
 WITH_WINDOWS = ("qwen3_windows", "mistral", "gemma3")
 
 
@@ -39,7 +43,7 @@ def assert_same(ours: tuple[Tensor, dict[str, Tensor]], right: tuple[Tensor, dic
         assert (gradient - right[1][name]).abs().max() <= 1e-10 * max(1.0, float(right[1][name].abs().max())), name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@EACH_MODEL
 def test_equals_transformers_own_attention_with_an_explicit_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny, inputs = MODELS[name], packed(DOCUMENTS)
     model = tiny.build()
@@ -65,7 +69,7 @@ def test_windows_of_the_reference_are_smaller_than_documents(name: str) -> None:
     assert (windowed - full).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("name", MODELS)
+@EACH_MODEL
 def test_our_reference_is_what_transformers_makes_of_positions(name: str) -> None:
     """Its own mask of packed documents and of windows, where it has no cache, is the one written out by us."""
     tiny, inputs = MODELS[name], packed(DOCUMENTS)
@@ -100,7 +104,7 @@ def recording(position_ids: Tensor) -> Iterator[Recording]:
         active_attention.deactivate(session)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@EACH_MODEL
 def test_positions_windows_and_scales_reach_the_session(name: str) -> None:
     """Each row of a shard is rotated as in the whole sequence: the first layer's queries and keys are equal rows."""
     tiny, inputs = MODELS[name], packed(DOCUMENTS)
@@ -121,7 +125,29 @@ def test_positions_windows_and_scales_reach_the_session(name: str) -> None:
         assert name == "gpt2" or not torch.allclose(rows[0], rows[0] * 0 + rows[4], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+class RowByRow:
+    """Attention that mixes no rows."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float | None) -> Tensor:
+        keys, values = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        return values + q * keys
+
+
+@EACH_MODEL
+def test_nothing_but_attention_mixes_rows(name: str) -> None:
+    inputs, model = packed(DOCUMENTS), MODELS[name].build()
+    install(model)
+    session = RowByRow()
+    active_attention.activate(session)
+    try:
+        whole = model(**inputs).logits
+        part = model(**{key: value[:, 4:11] for key, value in inputs.items()}).logits
+    finally:
+        active_attention.deactivate(session)
+    assert torch.allclose(part, whole[:, 4:11], rtol=0, atol=1e-6 * whole.abs().max().item())
+
+
+@EACH_MODEL
 def test_heads_are_read_from_the_config(name: str) -> None:
     tiny = MODELS[name]
     heads, kv_heads, width = tiny.heads
@@ -165,7 +191,9 @@ def test_bf16_autocast(name: str) -> None:
     assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("mistral", "gpt2"))]
+)
 def test_compiled_models_are_found_and_run(name: str) -> None:
     inputs, model = packed(DOCUMENTS), MODELS[name].build()
     weights = torch.randn(1, sum(DOCUMENTS), model.config.vocab_size, dtype=torch.float64)
