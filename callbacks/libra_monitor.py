@@ -69,7 +69,7 @@ class LibraTotals:
                 "attention work of a pool's busiest worker",
                 f"{figures['libra/tile_imbalance']:.2%} above the mean worker",
             ),
-            ("moved for attention, per update", f"{figures['libra/bytes_moved'] / 2**20:,.1f} MiB a layer, forward"),
+            ("moved for attention, per update", f"{figures['libra/bytes_moved'] / 2**20:,.2f} MiB a layer, forward"),
             ("waiting for plans", f"{figures['libra/plan_wait_fraction']:.1%} of the time"),
         ]
 

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from odb_libra_lightning import ODBDataModule
 from odb_libra_lightning.callbacks import batch_info, monitoring
+from odb_libra_lightning.libra.active_attention import core_attention
 from odb_libra_lightning.libra.device_mark import DeviceMark
 from odb_libra_lightning.libra.kernel_times import KernelTimes
 from odb_libra_lightning.libra.process_groups import RankLayout
+from odb_libra_lightning.strategies import LibraStrategy
 from odb_libra_lightning.strategies.micro_batch_facts import MicroBatchFacts
 from tests.modules import BigramModel, quiet_trainer
 from tests.samples import Documents, pad
@@ -32,9 +34,18 @@ def rank_seconds(rank: int, step: int) -> tuple[float, float, float]:
     return 0.001 * (1 + rank + step % 3), 1e-6 * (1 + rank), 0.5 + 0.25 * ((3 * step + 2 * rank) % 4)
 
 
-class _At(DeviceMark):
+class At(DeviceMark):
+    """A moment at so many seconds."""
+
     def __init__(self, seconds: float) -> None:
         self._event, self._time = None, seconds
+
+    @staticmethod
+    def times(seconds: float) -> KernelTimes:
+        """Of a kernel that took so long."""
+        times = KernelTimes()
+        times.add(At(0.0), At(seconds))
+        return times
 
 
 class PooledDDP(DDPStrategy):
@@ -75,7 +86,7 @@ class PooledDDP(DDPStrategy):
         share = session.loss_share
         closure_loss.register_hook(lambda gradient: gradient * share)
         result = super().backward(closure_loss, *args, **kwargs)
-        times.add(_At(0.0), _At(kernel_s))
+        times.add(At(0.0), At(kernel_s))
         return result
 
 
@@ -156,3 +167,30 @@ def fit_pools(
     ).fit(module, datamodule=data)
     wall_s = time.perf_counter() - begin
     return {"rows": list(logged.rows.items()), "counted": module.counted, "wall_s": wall_s}
+
+
+class Attends(BigramModel):
+    """Has a layer of attention."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.5)
+
+    def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        heads = hidden.unflatten(2, (2, 4))
+        logits = self.head(hidden + core_attention(heads, heads, heads).flatten(2))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def fit_attention(options: dict[str, Any] | None, devices: int) -> list[tuple[int, dict[str, float]]]:
+    """What was logged in a run on batches of one document; `options` of None: plain DDP."""
+    logged = LoggedRows()
+    quiet_trainer(
+        devices=devices,
+        strategy="ddp" if options is None else LibraStrategy(**options),
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        log_every_n_steps=2,
+        callbacks=[*monitoring(progress_bar=False), logged],
+    ).fit(Attends(), datamodule=ODBDataModule(MaskedDocuments(16, 200), pad, l_max=1, num_workers=0))
+    return list(logged.rows.items())

@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from odb_libra_lightning.callbacks import StragglerMonitor, timing
 from odb_libra_lightning.callbacks.libra_monitor import LibraTotals, totals_over_ranks
-from tests.callbacks.pool_runs import fit_pools, pool_facts, rank_seconds
+from odb_libra_lightning.callbacks.totals import Totals
+from odb_libra_lightning.libra.process_groups import RankLayout
+from tests.callbacks.pool_runs import At, fit_attention, fit_pools, pool_facts, rank_seconds
 from tests.launch import run_ranks
 
 ACCUMULATION, INTERVAL = 2, 2
@@ -187,3 +191,35 @@ def test_pools_are_told_apart_whatever_their_number_and_size() -> None:
         once, both = found.figures(updates=1), twice.figures(updates=2)
         assert both == pytest.approx(once)
         assert once["libra/plan_wait_fraction"] == pytest.approx(found.waited_s / found.elapsed_s)
+
+
+def test_a_run_with_libra_has_the_curve_of_a_plain_one(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (plain,) = run_ranks(fit_attention, 1, tmp_path / "plain", options=None, devices=1)
+    for rank in run_ranks(fit_attention, 2, tmp_path, options={"context_parallel": 2, "block_size": 16}, devices=2):
+        assert [update for update, _ in rank] == [update for update, _ in plain]
+        for (_, row), (_, expected) in zip(rank, plain, strict=True):
+            assert row["train/token_loss"] == pytest.approx(expected["train/token_loss"], rel=2e-7)
+            assert row["libra/pool_imbalance"] == 0
+            assert row["libra/tile_imbalance"] > 0
+            assert row["libra/bytes_moved"] > 0
+            assert row["straggler/max_s"] >= row["straggler/mean_s"] > 0
+            assert row["straggler/pools/0"] == row["straggler/pool_ratio"] == row["straggler/ratio"]
+
+
+@pytest.mark.parametrize("num_pools", [16, 17])
+def test_pools_are_shown_one_by_one_where_they_are_few(num_pools: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = RankLayout(world_size=2 * num_pools, context_parallel=2, pool_size=1)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(session=SimpleNamespace(layout=ranks)))
+    # Rank `r` takes 1 + r of what this one takes.
+    monkeypatch.setattr(timing, "gather", lambda _, own: torch.stack([own * (1 + r) for r in range(2 * num_pools)]))
+    monitor = StragglerMonitor()
+    monitor._kernels = [At.times(3.0), At.times(5.0)]
+    info: Any = None
+    values = monitor.summarize(trainer, Totals(), info, updates=1)
+    own = {key: value for key, value in values.items() if key.startswith("straggler/pools/")}
+    # Workers of pool k take (1 + 2k) and (2 + 2k).
+    expected = {f"straggler/pools/{k}": (2 + 2 * k) / (1.5 + 2 * k) for k in range(num_pools)}
+    assert own == (pytest.approx(expected) if num_pools == 16 else {})
+    assert values["straggler/pool_ratio"] == pytest.approx(2 / 1.5)
+    assert values["straggler/pool_max_s"] == pytest.approx(4.0 * 2 * num_pools)
