@@ -8,25 +8,26 @@ import lightning as L
 
 from odb_libra_lightning.callbacks.trainer_clock import epochs_done, trainer_clock
 from odb_libra_lightning.odb.batch_info import BatchInfo
-from odb_libra_lightning.odb.loader import ODBLoader
+from odb_libra_lightning.odb.training_loader import TrainingLoader
 
 
-def training_loader(trainer: L.Trainer) -> ODBLoader:
-    """The trainer's online loader.
+def training_loader(trainer: L.Trainer) -> TrainingLoader:
+    """The trainer's loader, which must be one of this package.
 
     Raises:
         RuntimeError: if it trains on a loader of another kind.
     """
     loader = trainer.train_dataloader
-    if not isinstance(loader, ODBLoader):
+    if not isinstance(loader, TrainingLoader):
         raise RuntimeError(
-            f"the callbacks of odb_libra_lightning need an ODBLoader, and the trainer has a {type(loader).__name__}: "
-            "train with ODBDataModule, or ODBDataModule.wrap(your_datamodule, l_max=...), or remove the callbacks"
+            "the callbacks of odb_libra_lightning need a loader of this package, and the trainer has a "
+            f"{type(loader).__name__}: train with ODBDataModule, ODBDataModule.wrap(your_datamodule, l_max=...) or "
+            "PackedDataModule, or remove the callbacks"
         )
     return loader
 
 
-def follow_trainer(loader: ODBLoader, trainer: L.Trainer) -> None:
+def follow_trainer(loader: TrainingLoader, trainer: L.Trainer) -> None:
     """Have a loader count as a trainer does, and be told by it which batches have been trained on."""
     loader.follow(trainer, partial(trainer_clock, trainer), epoch=epochs_done(trainer))
 
@@ -43,6 +44,6 @@ def batch_info(trainer: L.Trainer, batch_idx: int) -> BatchInfo:
     except LookupError as error:
         raise RuntimeError(
             f"the trainer is at batch {batch_idx} of its epoch, and the loader has given out others ({error}). It was "
-            "not told where training goes on: the checkpoint has no state of an ODBLoader. Resume from one that was "
+            "not told where training goes on: the checkpoint has no state of the loader. Resume from one that was "
             "written with it, or from a checkpoint of an epoch's end"
         ) from error

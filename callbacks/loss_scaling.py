@@ -11,14 +11,15 @@ from typing_extensions import override
 
 from odb_libra_lightning.callbacks.loader_access import batch_info, follow_trainer, training_loader
 from odb_libra_lightning.odb.batch_info import BatchInfo
-from odb_libra_lightning.odb.loader import ODBLoader
+from odb_libra_lightning.odb.training_loader import TrainingLoader
 from odb_libra_lightning.strategies.ddp_reduction import check_reduction_finished
+from odb_libra_lightning.strategies.gradient_scaling import scale_gradient
 
 
-def _given_loader(trainer: L.Trainer) -> ODBLoader | None:
+def _given_loader(trainer: L.Trainer) -> TrainingLoader | None:
     """The loader that `fit` was given as it is, without a datamodule."""
     given = trainer.fit_loop._data_source.instance
-    return given if isinstance(given, ODBLoader) else None
+    return given if isinstance(given, TrainingLoader) else None
 
 
 class ZeroWeightSteps(L.Callback):
@@ -61,13 +62,13 @@ class ZeroWeightSteps(L.Callback):
     ) -> None:
         self._free_hooks()
         self._info = None
-        if self.idle_without_odb and not isinstance(trainer.train_dataloader, ODBLoader):
+        if self.idle_without_odb and not isinstance(trainer.train_dataloader, TrainingLoader):
             return
         if not training_loader(trainer).follows(trainer):
             raise RuntimeError(
-                "the ODBLoader does not know how this trainer counts, so its windows and checkpoints would be wrong: "
-                "give it to trainer.fit(train_dataloaders=...), or its dataset to ODBDataModule, and not to a "
-                "train_dataloader() hook"
+                "the loader does not know how this trainer counts, so its windows and checkpoints would be wrong: "
+                "give it to trainer.fit(train_dataloaders=...), or its data to ODBDataModule or PackedDataModule, and "
+                "not to a train_dataloader() hook"
             )
         info = batch_info(trainer, batch_idx)
         if info.accumulation != trainer.accumulate_grad_batches:
@@ -108,37 +109,15 @@ class ZeroWeightSteps(L.Callback):
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
         if self._info is None or not loss.requires_grad:
             return
-        factor = self._factor(self._info)
         if self._scaling is not None:  # of an earlier backward pass of the step, perhaps on the same tensor
             self._scaling.remove()
-        self._scaling = loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
-        if factor == 0.0:
-            self._zeroed += _zero_gradients(loss)
+        self._scaling, *zeroed = scale_gradient(loss, self._factor(self._info))
+        self._zeroed += zeroed
 
     @override
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._info is not None:
             check_reduction_finished(trainer.strategy)
-
-
-def _zero_gradients(loss: torch.Tensor) -> list[Any]:
-    """Have the backward pass of a loss carry zeros, whatever it computes; handles of the hooks that do.
-
-    The mean over no label at all is 0/0, and 0 times its gradient is not 0. The hooks are on the nodes of the graph and
-    not on parameters: those of a sharded strategy are others in the backward pass than the module shows now; and a
-    gradient may cross to other ranks on its way (synchronized normalization), where it must not be NaN either.
-    """
-    waiting, seen, hooks = [loss.grad_fn], set(), []
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or not node.next_functions:  # what accumulates into a leaf has none
-            continue
-        seen.add(node)
-        hooks.append(
-            node.register_hook(lambda inputs, _: tuple(g if g is None else torch.zeros_like(g) for g in inputs))
-        )
-        waiting.extend(following for following, _ in node.next_functions)
-    return hooks
 
 
 class TokenLossScaling(ZeroWeightSteps):

@@ -49,7 +49,7 @@ class SampleProgressBar(TQDMProgressBar):
     def _begin_epoch(self, trainer: L.Trainer) -> None:
         loader = training_loader(trainer)
         self.train_progress_bar.total = loader.samples_per_epoch
-        self.train_progress_bar.initial = loader.position.samples_done
+        self.train_progress_bar.initial = loader.samples_done
         self._begin = time.perf_counter()
         self._totals = Totals()
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from odb_libra_lightning.odb.loader import TrainerClock
+from odb_libra_lightning.odb.training_loader import TrainerClock
 
 
 def trainer_clock(trainer: L.Trainer) -> TrainerClock:
     """The clock of a trainer now: at the begin of a pass, or where it writes a checkpoint."""
-    limit = trainer.limit_train_batches
     return TrainerClock(
         accumulation=_accumulation(trainer),
-        limit=limit if isinstance(limit, int) else None,
+        limit=_limit(trainer),
         next_step=_next_step(trainer),
     )
+
+
+def _limit(trainer: L.Trainer) -> int | None:
+    """Batches of an epoch where the trainer was given a limit; as a share only once it knows the loader's length."""
+    limit = trainer.limit_train_batches
+    if limit == 1.0 and not isinstance(limit, int):
+        return None
+    if isinstance(limit, int):
+        return limit
+    return None if math.isinf(trainer.num_training_batches) else int(trainer.num_training_batches)
 
 
 def epochs_done(trainer: L.Trainer) -> int:

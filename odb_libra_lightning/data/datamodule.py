@@ -7,25 +7,18 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from typing_extensions import override
 
-from odb_libra_lightning.callbacks.epoch_means import ExactEpochMeans
-from odb_libra_lightning.callbacks.loader_access import follow_trainer
-from odb_libra_lightning.callbacks.loss_scaling import TokenLossScaling, ZeroWeightSteps
-from odb_libra_lightning.callbacks.trainer_clock import epochs_done
 from odb_libra_lightning.data.evaluation import drawing_sampler, draws_whole, share_out
+from odb_libra_lightning.data.training_datamodule import TrainingDataModule, average_exactly, data_parallel_rank
 from odb_libra_lightning.odb.config import LoaderConfig, takes_settings
 from odb_libra_lightning.odb.loader import ODBLoader
-from odb_libra_lightning.strategies.gloo_exit import destroy_gloo_at_exit
 
 
-class ODBDataModule(L.LightningDataModule):
+class ODBDataModule(TrainingDataModule[ODBLoader]):
     """Trains on token-budgeted batches that are formed online, with equal steps on every rank.
 
     Guarantee: what `ODBLoader` guarantees, under any strategy that calls backward through Lightning, with losses
@@ -51,6 +44,8 @@ class ODBDataModule(L.LightningDataModule):
         TypeError: for an unknown setting.
     """
 
+    _name = "ODBDataModule"
+
     @takes_settings
     def __init__(
         self,
@@ -72,9 +67,6 @@ class ODBDataModule(L.LightningDataModule):
         self._train_dataset = train_dataset
         self._collate_fn = collate_fn
         self._eval_batch_size = eval_batch_size
-        self._loader: ODBLoader | None = None
-        self._trained_by: L.Trainer | None = None
-        self._resumed: dict[str, Any] | None = None  # the loader's state in a checkpoint, until there is a loader
         # The trainer warns about a hook that is there and has nothing to give, so they are there only with a dataset.
         if val_dataset is not None:
             self.val_dataloader = partial(self._evaluation_loader, val_dataset)  # type: ignore[method-assign]
@@ -102,51 +94,15 @@ class ODBDataModule(L.LightningDataModule):
         """
         return _WrappedDataModule(datamodule, l_max=l_max, **settings)
 
-    @property
-    def loader(self) -> ODBLoader:
-        """The loader of the current run.
-
-        Raises:
-            LookupError: before the trainer has asked for it.
-        """
-        if self._loader is None:
-            raise LookupError("there is no training loader yet: the trainer asks for it when training begins")
-        return self._loader
-
     @override
     def train_dataloader(self) -> ODBLoader:
         return self._open(self._train_dataset, self._collate_fn, self._settings)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        # Lightning saves and restores a loader's state too, but drops it where the loader is asked for early.
-        return {} if self._loader is None else {"loader": self._loader.state_dict()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
-            return  # a checkpoint to evaluate says nothing about where training goes on
-        self._resumed = state_dict.get("loader")
-        if self._resumed is not None and self._loader is not None and self._trained_by is self.trainer:
-            self._loader.load_state_dict(self._resumed)
-
-    @override
-    def teardown(self, stage: str) -> None:
-        if self._loader is not None:
-            self._loader.close()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if self._loader is not None:
-            self._loader.close()
 
     def _open(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, settings: dict[str, Any]) -> ODBLoader:
         trainer = self.trainer
         if trainer is None:
             return ODBLoader(dataset, collate_fn, **settings)
-        if self._loader is not None:
-            self._loader.close()
-        rank, world_size = _data_parallel_rank(trainer)
+        rank, world_size = data_parallel_rank(trainer)
         loader = ODBLoader(
             dataset,
             collate_fn,
@@ -155,19 +111,7 @@ class ODBDataModule(L.LightningDataModule):
             replica_size=trainer.world_size // world_size,
             **settings,
         )
-        follow_trainer(loader, trainer)
-        if self._resumed is not None:
-            loader.load_state_dict(self._resumed)
-            self._resumed = None
-        elif self._loader is not None and self._trained_by is trainer:  # it trains on, or asks once more
-            loader.position.follow(self._loader.position)
-        else:
-            loader.set_epoch(epochs_done(trainer))
-        self._loader, self._trained_by = loader, trainer
-        _weigh_losses(trainer, loader.config)
-        _average_exactly(trainer)
-        destroy_gloo_at_exit()
-        return loader
+        return self._take(loader, trainer)
 
     def _evaluation_loader(self, dataset: Any) -> Any:
         return self._share_out(self._fixed_batches(dataset))
@@ -187,8 +131,8 @@ class ODBDataModule(L.LightningDataModule):
     def _share_out(self, loaders: Any) -> Any:
         if self.trainer is None:
             return loaders
-        _average_exactly(self.trainer)
-        rank, world_size = _data_parallel_rank(self.trainer)
+        average_exactly(self.trainer)
+        rank, world_size = data_parallel_rank(self.trainer)
         return apply_to_collection(loaders, DataLoader, share_out, rank=rank, world_size=world_size)
 
 
@@ -296,37 +240,3 @@ def _settings_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, An
             "would replace by each sample once an epoch: pass shuffle=True or shuffle=False to wrap() if that is meant"
         )
     return settings
-
-
-def _data_parallel_rank(trainer: L.Trainer) -> tuple[int, int]:
-    """Rank and number of data-parallel replicas, as the strategy counts them."""
-    ranks = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-    return int(ranks["rank"]), int(ranks["num_replicas"])
-
-
-def _weigh_losses(trainer: L.Trainer, config: LoaderConfig) -> None:
-    """Add the callback that applies the loss weights, unless the trainer has one."""
-    needed = ZeroWeightSteps if config.loss_scaling == "none" else TokenLossScaling
-    if any(isinstance(callback, ZeroWeightSteps) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        return
-    callback = needed()
-    callback.idle_without_odb = True
-    _add_callback(trainer, callback)
-    rank_zero_info(
-        f"ODBDataModule adds the callback {needed.__name__}: losses are weighted by {config.loss_scaling}"
-        if needed is TokenLossScaling
-        else "ODBDataModule adds the callback ZeroWeightSteps: losses are not scaled, stand-in batches bear none"
-    )
-
-
-def _average_exactly(trainer: L.Trainer) -> None:
-    """Add the callback for ranks of unequal shares, unless the trainer has it."""
-    if trainer.world_size > 1 and not any(isinstance(callback, ExactEpochMeans) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        _add_callback(trainer, ExactEpochMeans())
-
-
-def _add_callback(trainer: L.Trainer, callback: L.Callback) -> None:
-    """Before those that write checkpoints, and behind all others, which Lightning may be calling just now."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    place = next((i for i, other in enumerate(callbacks) if isinstance(other, Checkpoint)), len(callbacks))
-    callbacks.insert(place, callback)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 
 from odb_libra_lightning.odb.account import EpochAccount
@@ -58,6 +59,19 @@ class Position:
         self._next_step = None
         self._given.clear()
         self._deals, self._last = [], None
+
+    def ahead(self, *, carry_on: bool) -> tuple[int, int]:
+        """Number of the first step of the next pass, and views of its epoch that are done; `carry_on` as in `begin`."""
+        state = self._loaded
+        if state is not None:
+            bits = [np.asarray(state[name], np.uint8) for name in ("before", "done") if name in state]
+            done = int(np.unpackbits(np.concatenate(bits)).sum())
+            return (self._next_step or 0) if carry_on else state["steps"], done
+        return (self._next_step or 0) if carry_on else 0, self.samples_done if carry_on else 0
+
+    def skip_epoch(self) -> None:
+        """Begin the epoch after this one with the next pass."""
+        self.restart(self._epoch + 1)
 
     def begin(self, world_size: int, *, carry_on: bool, accumulation: int, limit: int | None) -> EpochStart:
         """Begin a pass.
@@ -184,7 +198,7 @@ class Position:
         """
         state = {name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
         if not {"epoch", "steps", "next_step"} <= state.keys():
-            raise ValueError(f"this is no state of an ODBLoader of this version: its keys are {sorted(state)}")
+            raise ValueError(f"this is no state of a loader of this version: its keys are {sorted(state)}")
         for name, value in state.get("order", {}).items():
             if self._order.get(name) != value:
                 what = "a dataset of so many samples" if name == "dataset" else name

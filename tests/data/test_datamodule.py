@@ -311,7 +311,7 @@ def test_an_exception_in_a_step_of_weight_zero_leaves_the_parameters_free() -> N
 
 def test_callbacks_refuse_a_loader_of_another_kind() -> None:
     trainer = quiet_trainer(devices=1, callbacks=[TokenLossScaling()])
-    with pytest.raises(RuntimeError, match="need an ODBLoader, and the trainer has a DataLoader"):
+    with pytest.raises(RuntimeError, match="need a loader of this package, and the trainer has a DataLoader"):
         trainer.fit(BigramModel(), train_dataloaders=DataLoader(Documents(9), collate_fn=pad))
 
 

@@ -367,5 +367,5 @@ def test_a_checkpoint_of_an_epoch_s_end_allows_other_settings() -> None:
 
 
 def test_something_else_than_a_state_is_refused() -> None:
-    with pytest.raises(ValueError, match="no state of an ODBLoader"):
+    with pytest.raises(ValueError, match="no state of a loader"):
         loader().load_state_dict({"epoch": 1, "batches": 3})
