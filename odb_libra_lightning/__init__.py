@@ -11,15 +11,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from odb_libra_lightning.data.collators import PackingCollator
     from odb_libra_lightning.data.datamodule import ODBDataModule
+    from odb_libra_lightning.data.packed_datamodule import PackedDataModule
+    from odb_libra_lightning.data.token_files import TokenFiles
     from odb_libra_lightning.odb.loader import ODBLoader
 
 __version__ = "0.1.0"
-__all__ = ["ODBDataModule", "ODBLoader", "__version__"]
+__all__ = ["ODBDataModule", "ODBLoader", "PackedDataModule", "PackingCollator", "TokenFiles", "__version__"]
 
 _HOMES = {
     "ODBDataModule": "odb_libra_lightning.data.datamodule",
     "ODBLoader": "odb_libra_lightning.odb.loader",
+    "PackedDataModule": "odb_libra_lightning.data.packed_datamodule",
+    "PackingCollator": "odb_libra_lightning.data.collators",
+    "TokenFiles": "odb_libra_lightning.data.token_files",
 }
 
 
