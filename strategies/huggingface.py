@@ -64,21 +64,30 @@ def install(root: nn.Module, *, training: bool = True) -> Installed:
     """
     models = dict(_models_in(root))
     for name, model in models.items():
-        check_model(model, name, training=training)
+        for part in _with_own_configs(model):
+            check_model(part, name, training=training)
     refuse_mixing_layers(root)
     if not models:
         return Installed()
     register()
-    parts = [part for model in models.values() for part in model.modules() if _is_model(part)]
-    configs = {id(part.config): part.config for part in parts}.values()
+    configs = [part.config for model in models.values() for part in _with_own_configs(model)]
     before = [(config, _before(config._attn_implementation)) for config in configs]
     for model in models.values():
         model.set_attn_implementation(NAME)
     for config, implementation in before:
         config._attn_implementation = _Name(implementation)
-    hooks = tuple(hook for part in parts for hook in _position_hooks(part))
-    heads = tuple(attention_heads(root))
-    return Installed(models=tuple(models), heads=heads, _before=tuple(before), _hooks=hooks)
+    return Installed(
+        models=tuple(models),
+        heads=tuple(attention_heads(root)),
+        _before=tuple(before),
+        _hooks=tuple(
+            hook
+            for model in models.values()
+            for part in model.modules()
+            if _is_model(part)
+            for hook in _position_hooks(part)
+        ),
+    )
 
 
 def attention_heads(root: nn.Module) -> list[AttentionHeads]:
@@ -87,8 +96,8 @@ def attention_heads(root: nn.Module) -> list[AttentionHeads]:
     Args:
         root: a LightningModule, a model, or any other module.
     """
-    kinds = [heads for _, model in _models_in(root) for heads in heads_of_config(model.config)]
-    return list(dict.fromkeys(kinds))
+    parts = [part for _, model in _models_in(root) for part in _with_own_configs(model)]
+    return list(dict.fromkeys(heads for part in parts for heads in heads_of_config(part.config)))
 
 
 class _Name(str):
@@ -132,6 +141,15 @@ def _models_in(root: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for child_name, child in root.named_children():
         yield from _models_in(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _with_own_configs(model: Any) -> list[Any]:
+    """A model and those within it, one for each config: most share the outermost one's."""
+    parts: dict[int, Any] = {}
+    for part in model.modules():
+        if _is_model(part):
+            parts.setdefault(id(part.config), part)
+    return list(parts.values())
 
 
 def _position_hooks(model: Any) -> Iterator[RemovableHandle]:

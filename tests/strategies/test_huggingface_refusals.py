@@ -88,6 +88,19 @@ def test_models_of_several_kinds_of_input_are_refused() -> None:
         install(model)
 
 
+def test_models_within_models_are_judged_by_their_own_configs() -> None:
+    outer, inner = MODELS["llama"].build(), MODELS["qwen3"].build(attention_dropout=0.1)
+    outer.model.draft = inner
+    with pytest.raises(ValueError, match=r"\(Qwen3ForCausalLM\).*attention_dropout=0\.1"):
+        install(outer)
+    inner.config.attention_dropout = 0.0
+    installed = install(outer)
+    assert [heads.head_dim for heads in installed.heads] == [8, 16]
+    assert inner.config._attn_implementation == "libra"
+    installed.restore()
+    assert inner.config._attn_implementation == "eager"
+
+
 def test_a_convolution_in_a_decoder_is_refused_and_one_of_width_1_is_not() -> None:
     model = MODELS["llama"].build()
     model.model.layers[1].conv = nn.Conv1d(32, 32, 1)
