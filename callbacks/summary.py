@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from odb_libra_lightning.callbacks.libra_monitor import LibraMonitor
 from odb_libra_lightning.callbacks.loader_access import batch_info, training_loader
 from odb_libra_lightning.callbacks.totals import Totals
 from odb_libra_lightning.odb.padding import fixed_batch_padded_tokens, padding_ratio
@@ -56,7 +57,7 @@ class RunSummary(L.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        account = training_loader(trainer).position.account
+        account = training_loader(trainer).account
         if account is not None:  # it knows of samples that were dropped after the last step, too
             self._dropped[account.epoch] = account.dropped
 
@@ -81,6 +82,10 @@ class RunSummary(L.Callback):
         table.add_row("waiting for data", f"{totals.waited_s / elapsed:.1%} of {elapsed:,.0f} s")
         if trainer.world_size > 1:
             table.add_row("exchanges, beside training", f"{sum(self._exchange_s.values()) / elapsed:.1%} of the time")
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, LibraMonitor):
+                for row in callback.run.rows(updates):
+                    table.add_row(*row)
         console = Console()
         console.print(table)
         for logger in trainer.loggers:
