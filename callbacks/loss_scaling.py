@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from odb_libra_lightning.callbacks.epoch_length import renew_epoch_length
 from odb_libra_lightning.callbacks.loader_access import batch_info, follow_trainer, training_loader
 from odb_libra_lightning.odb.batch_info import BatchInfo
 from odb_libra_lightning.odb.training_loader import TrainingLoader
@@ -55,6 +56,10 @@ class ZeroWeightSteps(L.Callback):
         states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
         if states and (loader := _given_loader(trainer)) is not None:
             loader.load_state_dict(states[0])
+
+    @override
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        renew_epoch_length(trainer)
 
     @override
     def on_train_batch_start(

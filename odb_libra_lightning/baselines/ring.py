@@ -191,6 +191,7 @@ class _RingAttention(torch.autograd.Function):
                 kv = passing.wait()
         out = out.to(q.dtype)
         ctx.ring, ctx.heads = ring, heads
+        ctx.exchanges_gradients = True
         ctx.save_for_backward(block, out, lse)
         return ring.to_home(out.clone())
 

@@ -208,6 +208,7 @@ class _Ulysses(torch.autograd.Function):
         out_LaD = out_NaD.new_zeros(len(rows_LcD), *out_NaD.shape[1:])
         out_LaD[: len(out_NaD)] = out_NaD
         ctx.run = run
+        ctx.exchanges_gradients = True
         ctx.save_for_backward(rows_LcD, out_NaD, lse_aN)
         return run.output_home(out_LaD)
 

@@ -131,6 +131,7 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             out, held = run.forward(q, k, v)
         ctx.run = run
+        ctx.exchanges_gradients = True  # for whoever walks the graph: not all that leaves here comes from above
         # On every worker as many tensors, empty ones too: recomputation under a checkpoint ends at the last of them.
         ctx.save_for_backward(q, k, v, *held)
         return out
