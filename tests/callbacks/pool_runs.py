@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from odb_libra_lightning import ODBDataModule
 from odb_libra_lightning.callbacks import batch_info, monitoring
+from odb_libra_lightning.data.packed_datamodule import PackedDataModule
 from odb_libra_lightning.libra.active_attention import core_attention
 from odb_libra_lightning.libra.device_mark import DeviceMark
 from odb_libra_lightning.libra.kernel_times import KernelTimes
@@ -170,27 +171,32 @@ def fit_pools(
 
 
 class Attends(BigramModel):
-    """Has a layer of attention."""
+    """Has a layer of attention, within documents."""
 
     def __init__(self) -> None:
         super().__init__(lr=0.5)
 
-    def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(input_ids)
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.embedding(batch["input_ids"])
         heads = hidden.unflatten(2, (2, 4))
-        logits = self.head(hidden + core_attention(heads, heads, heads).flatten(2))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        attended = core_attention(heads, heads, heads, position_ids=batch["position_ids"])
+        logits = self.head(hidden + attended.flatten(2))
+        labels = batch["labels"][:, 1:].flatten()
+        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="none")
+        return losses.sum() / (labels != -100).sum()
 
 
-def fit_attention(options: dict[str, Any] | None, devices: int) -> list[tuple[int, dict[str, float]]]:
-    """What was logged in a run on batches of one document; `options` of None: plain DDP."""
+def fit_packs(options: dict[str, Any] | None, devices: int, accumulation: int) -> list[tuple[int, dict[str, float]]]:
+    """What was logged in a run on packed documents, four packs an update; `options` of None: plain DDP."""
     logged = LoggedRows()
+    documents = MaskedDocuments(40, 60)
+    data = PackedDataModule([documents[index] for index in range(40)], 96, num_workers=0)
     quiet_trainer(
         devices=devices,
         strategy="ddp" if options is None else LibraStrategy(**options),
         max_epochs=1,
-        accumulate_grad_batches=2,
+        accumulate_grad_batches=accumulation,
         log_every_n_steps=2,
         callbacks=[*monitoring(progress_bar=False), logged],
-    ).fit(Attends(), datamodule=ODBDataModule(MaskedDocuments(16, 200), pad, l_max=1, num_workers=0))
+    ).fit(Attends(), datamodule=data)
     return list(logged.rows.items())

@@ -15,7 +15,7 @@ from odb_libra_lightning.callbacks import StragglerMonitor, timing
 from odb_libra_lightning.callbacks.libra_monitor import LibraTotals, totals_over_ranks
 from odb_libra_lightning.callbacks.totals import Totals
 from odb_libra_lightning.libra.process_groups import RankLayout
-from tests.callbacks.pool_runs import At, fit_attention, fit_pools, pool_facts, rank_seconds
+from tests.callbacks.pool_runs import At, fit_packs, fit_pools, pool_facts, rank_seconds
 from tests.launch import run_ranks
 
 ACCUMULATION, INTERVAL = 2, 2
@@ -64,6 +64,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The same data on two ranks without pools."""
     folder = tmp_path_factory.mktemp("plain")
     return run_ranks(fit_pools, 2, folder, degrees=None, devices=2, accumulation=ACCUMULATION, interval=INTERVAL)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What one process logs on the packs of the runs with Libra."""
+    (rows,) = run_ranks(fit_packs, 1, tmp_path_factory.mktemp("alone"), options=None, devices=1, accumulation=4)
+    return rows
 
 
 def test_balance_of_pools_is_that_of_the_facts(pooled: tuple[list[Any], str]) -> None:
@@ -193,12 +200,17 @@ def test_pools_are_told_apart_whatever_their_number_and_size() -> None:
         assert once["libra/plan_wait_fraction"] == pytest.approx(found.waited_s / found.elapsed_s)
 
 
-def test_a_run_with_libra_has_the_curve_of_a_plain_one(tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    (plain,) = run_ranks(fit_attention, 1, tmp_path / "plain", options=None, devices=1)
-    for rank in run_ranks(fit_attention, 2, tmp_path, options={"context_parallel": 2, "block_size": 16}, devices=2):
-        assert [update for update, _ in rank] == [update for update, _ in plain]
-        for (_, row), (_, expected) in zip(rank, plain, strict=True):
+@pytest.mark.parametrize(
+    ("options", "accumulation"),
+    [({"context_parallel": 2, "block_size": 16}, 4), ({"pool_size": 2, "block_size": 16}, 2)],
+    ids=["two workers", "two replicas"],
+)
+def test_a_run_with_libra_has_the_curve_of_a_plain_one(
+    options: dict[str, int], accumulation: int, alone: list[Any], tmp_path: Path
+) -> None:
+    for rank in run_ranks(fit_packs, 2, tmp_path, options=options, devices=2, accumulation=accumulation):
+        assert [update for update, _ in rank] == [update for update, _ in alone]
+        for (_, row), (_, expected) in zip(rank, alone, strict=True):
             assert row["train/token_loss"] == pytest.approx(expected["train/token_loss"], rel=2e-7)
             assert row["libra/pool_imbalance"] == 0
             assert row["libra/tile_imbalance"] > 0
