@@ -23,7 +23,6 @@ _WITHOUT_EFFECT = frozenset(
         "labels",
         "max_length_k",
         "max_length_q",
-        "num_items_in_batch",
         "output_hidden_states",
         "output_router_logits",
         "position_embeddings",
@@ -85,6 +84,13 @@ def libra_attention_forward(
         raise ValueError(
             f"{where} is not told position_ids, so that without a strategy that knows the documents of a packed "
             "sequence they cannot be told apart; take a model that hands position_ids to its attention"
+        )
+    if scaling is None and (
+        not getattr(module, "scale_attn_weights", True) or getattr(module, "scale_attn_by_inverse_layer_idx", False)
+    ):
+        raise ValueError(
+            f"{where} scales its scores by settings of its own and does not say so to its attention (GPT-2 before "
+            "transformers 5): upgrade transformers"
         )
     _refuse_shapes(where, query, key, value)
     _refuse_other_layer(module, query, key, sliding_window)

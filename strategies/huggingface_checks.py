@@ -81,11 +81,11 @@ def _of_layers(model: Any, config: Any) -> Iterator[str]:
             )
         if _MIXING_CLASS.search(type(module).__name__):
             yield (
-                f"{name} is a {type(module).__name__}, which mixes positions otherwise than by attention; take a "
-                "model that mixes them by attention alone"
+                f"{name or 'it'} is a {type(module).__name__}, which mixes positions otherwise than by attention; take "
+                "a model that mixes them by attention alone"
             )
         if getattr(module, "is_causal", None) is False:
-            yield f"{name} attends to later tokens too; attention must be causal"
+            yield f"{name or 'it'} attends to later tokens too; attention must be causal"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
         yield "it attends to later tokens too; attention must be causal"
 

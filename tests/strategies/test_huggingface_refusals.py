@@ -165,6 +165,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"output_attentions": True}, "output_attentions=True"),
     "not_causal": ({"is_causal": False}, "is_causal=False"),
     "indexer": ({"indices": torch.zeros(1, 6, 2)}, "indices"),
+    "other_mean": ({"num_items_in_batch": torch.tensor(7)}, "num_items_in_batch"),
     "unknown": ({"colour": "red"}, "colour='red'"),
     "unknown_false": ({"colour": False}, "colour=False"),
     "unknown_zero": ({"colour": 0}, "colour=0"),
@@ -202,6 +203,17 @@ def test_a_layer_that_is_not_causal_is_refused() -> None:
     layer = nn.Module()
     layer.is_causal = False
     with pytest.raises(ValueError, match="not causal"):
+        attend(layer)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True)]
+)
+def test_a_scale_that_a_layer_keeps_to_itself_is_refused(setting: str, value: bool) -> None:
+    layer = nn.Module()
+    setattr(layer, setting, value)
+    attend(layer, scaling=0.5)
+    with pytest.raises(ValueError, match="scales its scores"):
         attend(layer)
 
 
