@@ -18,7 +18,7 @@ class BatchInfo:
             those in the batch where none of their labels bears loss, and in a step without data: the batch is then a
             stand-in, and `loss_weight` is 0.
         lengths: their realized lengths, tokens.
-        padded_tokens: samples times longest sample.
+        padded_tokens: samples times longest sample; where the batch is a pack, which has no padding, its tokens.
         loss_tokens: labels of this rank's samples that bear loss, under every loss scaling.
         loss_weight: factor for the local mean loss; exactly 0 in a zero-weight step.
         accumulation: micro-batches of a full accumulation window, which the weight assumes.

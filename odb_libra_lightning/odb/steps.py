@@ -117,7 +117,7 @@ class StepMaker:
         samples_done: samples of the epoch that were done before.
         samples_dropped: samples among them that a policy dropped.
         config: settings.
-        collate_fn: makes a batch of a list of samples.
+        collate_fn: makes a batch of a list of samples. Where it has an attribute `pads` that is False, it pads none.
         failure: where this rank's failures go.
     """
 
@@ -145,6 +145,7 @@ class StepMaker:
         self._samples_trained = samples_done - samples_dropped
         self._config = config
         self._collate_fn = collate_fn
+        self._pads = getattr(collate_fn, "pads", True)
         self._failure = failure
         self._stand_in = _StandIn(None, 0)
         self._window: list[_Pending] = []
@@ -178,9 +179,8 @@ class StepMaker:
         samples = facts.samples[:, first : first + len(steps)]
         tokens, longest, loss_tokens = everyone[:, 2:].reshape(self._world_size, len(steps), 3).transpose(2, 0, 1)
         shares = loss_tokens if self._config.loss_scaling == "token" else samples * (loss_tokens > 0)
-        totals = (
-            np.stack([samples, tokens, samples * longest, loss_tokens, samples == 0, shares]).sum(axis=1).T.tolist()
-        )
+        padded = samples * longest if self._pads else tokens
+        totals = np.stack([samples, tokens, padded, loss_tokens, samples == 0, shares]).sum(axis=1).T.tolist()
         for i, step in enumerate(steps):
             payload = self._stand_in.payload if lacking[i] else step.payload
             assert payload is not None, "a round has steps only where some rank has a batch"
@@ -203,7 +203,7 @@ class StepMaker:
             deal=facts.deal,
             indices=tuple(sample.identity for sample in step.samples),
             lengths=tuple(sample.length for sample in step.samples),
-            padded_tokens=len(step.samples) * step.numbers[1],
+            padded_tokens=len(step.samples) * step.numbers[1] if self._pads else step.numbers[0],
             loss_tokens=step.loss_tokens,
             accumulation=self._accumulation,
             global_samples=samples,
