@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from odb_libra_lightning.callbacks.monitor import Monitor
 from odb_libra_lightning.callbacks.pool_facts import FactsReader, pool_session
 from odb_libra_lightning.callbacks.totals import Totals
 from odb_libra_lightning.odb.batch_info import BatchInfo
+from odb_libra_lightning.strategies.micro_batch_facts import MicroBatchFacts
 
 _COLUMNS = 5  # numbers of a micro-batch that ranks tell one another
 
@@ -27,7 +29,8 @@ class LibraTotals:
         micro_steps: their number.
         pool_imbalance: attention load of the busiest pool over the mean pool's, minus 1.
         tile_imbalance: load of a pool's busiest worker over its mean worker's, minus 1; the mean over pools.
-        bytes_moved: bytes that all plans move, in one forward pass of one layer.
+        bytes_moved: bytes that all plans move, in one forward pass of one layer. NaN, like `tile_imbalance`, where
+            attention follows no plan of tiles.
         planning_s: seconds that a rank's planning thread took, the mean over ranks.
         waited_s: seconds that a rank waited for its plan, the mean over ranks.
         elapsed_s: seconds of training, the mean over ranks.
@@ -50,28 +53,33 @@ class LibraTotals:
         """What is logged of them."""
         if not self.micro_steps:
             return {}
-        return {
+        figures = {
             "libra/pool_imbalance": self.pool_imbalance / self.micro_steps,
             "libra/tile_imbalance": self.tile_imbalance / self.micro_steps,
             "libra/bytes_moved": self.bytes_moved / max(updates, 1),
             "libra/plan_ms": 1000 * self.planning_s / self.micro_steps,
             "libra/plan_wait_fraction": self.waited_s / self.elapsed_s if self.elapsed_s else 0.0,
         }
+        return {key: value for key, value in figures.items() if not math.isnan(value)}
 
     def rows(self, updates: int) -> list[tuple[str, str]]:
         """Lines for a summary: a name and a figure."""
         if not self.micro_steps:
             return []
         figures = self.figures(updates)
-        return [
-            ("attention work of the busiest pool", f"{figures['libra/pool_imbalance']:.2%} above the mean pool"),
-            (
-                "attention work of a pool's busiest worker",
-                f"{figures['libra/tile_imbalance']:.2%} above the mean worker",
-            ),
-            ("moved for attention, per update", f"{figures['libra/bytes_moved'] / 2**20:,.2f} MiB a layer, forward"),
-            ("waiting for plans", f"{figures['libra/plan_wait_fraction']:.1%} of the time"),
-        ]
+        lines = {
+            "libra/pool_imbalance": ("attention work of the busiest pool", "{:.2%} above the mean pool", 1.0),
+            "libra/tile_imbalance": ("attention work of a pool's busiest worker", "{:.2%} above the mean worker", 1.0),
+            "libra/bytes_moved": ("moved for attention, per update", "{:,.2f} MiB a layer, forward", 2.0**20),
+            "libra/plan_wait_fraction": ("waiting for plans", "{:.1%} of the time", 1.0),
+        }
+        return [(name, text.format(figures[key] / unit)) for key, (name, text, unit) in lines.items() if key in figures]
+
+
+def facts_row(facts: MicroBatchFacts) -> tuple[float, ...]:
+    """What ranks tell one another of a micro-batch, see `totals_over_ranks`."""
+    planned = (math.nan if number is None else number for number in (facts.imbalance, facts.bytes_moved))
+    return (facts.pool_load, *planned, facts.planning_s, facts.waited_s)
 
 
 def totals_over_ranks(facts: torch.Tensor, elapsed_s: torch.Tensor, *, num_workers: int) -> LibraTotals:
@@ -79,7 +87,7 @@ def totals_over_ranks(facts: torch.Tensor, elapsed_s: torch.Tensor, *, num_worke
 
     Args:
         facts: `[ranks, micro-steps, 5]`, float64: load and imbalance of the rank's pool, bytes that its plan moves,
-            seconds of planning and of waiting. The first three are the same on all ranks of a pool.
+            seconds of planning and of waiting. The first three are the same on all ranks of a pool. NaN: none.
         elapsed_s: seconds of training on each rank, `[ranks]`.
         num_workers: ranks of a pool, which stand in a row.
     """
@@ -112,6 +120,9 @@ class LibraMonitor(Monitor):
     - `libra/plan_wait_fraction`: share of the interval's time that training processes wait for plans. On a GPU the
       process may wait while the device still has work.
 
+    Attention that stays in a replica (Ulysses, ring) follows no plan of tiles, and has no `libra/tile_imbalance` and no
+    `libra/bytes_moved`.
+
     Attributes:
         run: the same over the whole run; complete at its end.
     """
@@ -143,7 +154,7 @@ class LibraMonitor(Monitor):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         for facts in self._reader.new(trainer):
-            self._rows.append((facts.pool_load, facts.imbalance, facts.bytes_moved, facts.planning_s, facts.waited_s))
+            self._rows.append(facts_row(facts))
         now = time.perf_counter()
         self._elapsed_s, self._since = self._elapsed_s + now - self._since, now
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 from odb_libra_lightning.callbacks import StragglerMonitor, timing
-from odb_libra_lightning.callbacks.libra_monitor import LibraTotals, totals_over_ranks
+from odb_libra_lightning.callbacks.libra_monitor import LibraTotals, facts_row, totals_over_ranks
 from odb_libra_lightning.callbacks.totals import Totals
 from odb_libra_lightning.libra.process_groups import RankLayout
+from odb_libra_lightning.strategies.micro_batch_facts import MicroBatchFacts
 from tests.callbacks.pool_runs import At, fit_packs, fit_pools, pool_facts, rank_seconds
 from tests.launch import run_ranks
 
@@ -235,3 +237,27 @@ def test_pools_are_shown_one_by_one_where_they_are_few(num_pools: int, monkeypat
     assert own == (pytest.approx(expected) if num_pools == 16 else {})
     assert values["straggler/pool_ratio"] == pytest.approx(2 / 1.5)
     assert values["straggler/pool_max_s"] == pytest.approx(4.0 * 2 * num_pools)
+
+
+def test_attention_without_tiles_has_no_balance_of_them() -> None:
+    facts = MicroBatchFacts(
+        micro_batch=0,
+        pool_load=10,
+        imbalance=None,
+        bytes_moved=None,
+        planning_s=0.25,
+        waited_s=0.5,
+        kernel=At.times(1.0),
+    )
+    rows = torch.tensor([[facts_row(facts)], [facts_row(replace(facts, pool_load=30))]], dtype=torch.float64)
+    totals = totals_over_ranks(rows, torch.tensor([2.0, 2.0]), num_workers=1)
+    assert totals.figures(updates=1) == {
+        "libra/pool_imbalance": 0.5,
+        "libra/plan_ms": 250.0,
+        "libra/plan_wait_fraction": 0.25,
+    }
+    assert totals.rows(updates=1) == [
+        ("attention work of the busiest pool", "50.00% above the mean pool"),
+        ("waiting for plans", "25.0% of the time"),
+    ]
+    assert LibraTotals().rows(updates=1) == []
