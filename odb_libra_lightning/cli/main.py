@@ -182,6 +182,51 @@ def simulate_command(
             sys.stdout.flush()
 
 
+@app.command(name="tokenize")
+def tokenize_command(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A folder of text files, or a .txt, .jsonl or .parquet file.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder of token files to make.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A tokenizer.json, or a Hugging Face tokenizer's folder. Default: one trained on SOURCE."),
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of a tokenizer that is trained.")] = 4096,
+    pattern: Annotated[str, typer.Option(help="Files of a folder to take.")] = "*.txt",
+    column: Annotated[str, typer.Option(help="Field of a .jsonl or .parquet file that holds the text.")] = "text",
+    separator: Annotated[
+        str | None, typer.Option(help="Line between the documents of a .txt file. Default: the file is one document.")
+    ] = None,
+    eos: Annotated[bool, typer.Option("--eos/--no-eos", help="End each document with the end-of-text token.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files that OUT holds.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Turn the texts of SOURCE into token files in OUT, for training on packed documents."""
+    from odb_libra_lightning.cli import tokenize
+
+    results = tokenize.run_tokenize(
+        tokenize.TokenizeOptions(
+            source=source,
+            out=out,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            pattern=pattern,
+            column=column,
+            separator=separator,
+            eos=eos,
+            overwrite=overwrite,
+        )
+    )
+    with _stdout_that_can_be_full():
+        if as_json:
+            typer.echo(json.dumps(results))
+        else:
+            tokenize.print_results(results)
+            sys.stdout.flush()
+
+
 @contextmanager
 def _stdout_that_can_be_full() -> Iterator[None]:
     try:
