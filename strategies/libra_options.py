@@ -11,7 +11,7 @@ from odb_libra_lightning.libra.kernel_interface import AttentionKernel
 from odb_libra_lightning.libra.layout import Placement, PoolLayout, divisors_near
 from odb_libra_lightning.libra.process_groups import RankLayout
 from odb_libra_lightning.libra.sequence_placement import PLACEMENTS
-from odb_libra_lightning.libra.whole_numbers import checked_count
+from odb_libra_lightning.libra.whole_numbers import LARGEST_SETTING, checked_count
 
 AttentionName = Literal["libra", "ulysses", "ring", "distca"]
 
@@ -80,8 +80,13 @@ class LibraOptions:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
         if isinstance(self.pool_timeout, bool) or not 0 < self.pool_timeout < float("inf"):
             raise ValueError(f"pool_timeout={self.pool_timeout!r}: expected seconds, more than 0")
-        if self.remember != "keep" and self.attention not in ("libra", "distca"):
+        if self.remember != "keep" and not self.follows_plan:
             raise ValueError(f"remember={self.remember!r} is for attention='libra' or 'distca', not {self.attention!r}")
+
+    @property
+    def follows_plan(self) -> bool:
+        """Whether tiles are computed where a plan says; else attention stays in a replica, and needs documents alone."""
+        return self.attention in ("libra", "distca")
 
     def rank_layout(self, world_size: int) -> RankLayout:
         """Pools and replicas of a run of so many processes.
@@ -122,6 +127,19 @@ class LibraOptions:
                 f"attention='ulysses' gives each process of a replica its own heads: context_parallel="
                 f"{self.context_parallel} does not divide num_heads={num_heads}; "
                 f"{divisors_near(num_heads, self.context_parallel)} would fit"
+            )
+        if not self.follows_plan:  # the fewest tiles that hold the documents and the heads
+            return PoolLayout(
+                context_parallel=self.context_parallel,
+                block_size=LARGEST_SETTING,
+                head_shards=1,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                bytes_per_element=bytes_per_element,
+                chunks=1,
+                split_oversize=False,
+                window=window,
             )
         # A KV head is read by one shard alone, so that shards fetch nothing twice.
         head_shards = self.head_shards or _largest_divisor(num_kv_heads, _HEAD_SHARDS)

@@ -274,11 +274,12 @@ class PoolSession:
         return plan
 
     def _facts_of(self, current: _MicroBatch, times: KernelTimes, plan: PreparedPlan) -> MicroBatchFacts:
+        by_plan = self.options.follows_plan
         return MicroBatchFacts(
             micro_batch=self._trained,
             pool_load=sum(attention_load(documents) for documents in current.lengths),
-            imbalance=plan.plan.imbalance,
-            bytes_moved=plan.plan.bytes_moved,
+            imbalance=plan.plan.imbalance if by_plan else None,
+            bytes_moved=plan.plan.bytes_moved if by_plan else None,
             planning_s=current.planning_s,
             waited_s=current.waited_s,
             kernel=times,
