@@ -85,7 +85,7 @@ class LibraOptions:
 
     @property
     def follows_plan(self) -> bool:
-        """Whether tiles are computed where a plan says; else attention stays in a replica, and needs documents alone."""
+        """Whether tiles are computed where a plan says; else attention stays in a replica and needs documents alone."""
         return self.attention in ("libra", "distca")
 
     def rank_layout(self, world_size: int) -> RankLayout:
