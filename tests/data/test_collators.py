@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_libra_lightning.data.collators import CausalLMCollator
+from odb_libra_lightning.data.collators import CausalLMCollator, PackingCollator
 from odb_libra_lightning.data.length_mixes import length_mix
 from odb_libra_lightning.odb import group_by_budget
 
@@ -117,3 +117,26 @@ def test_padded_length_is_the_width_of_a_batch_of_one(length: int, multiple: int
     (sample,) = samples_of([length])
     assert collate.padded_length(sample) == collate([sample])["input_ids"].shape[1]
     assert pickle.loads(pickle.dumps(collate.padded_length))(sample) == collate.padded_length(sample)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=8))
+def test_a_pack_holds_the_samples_end_to_end(lengths: list[int]) -> None:
+    samples = samples_of(lengths)
+    pack = PackingCollator()(samples)
+    ids, labels, positions = [], [], []
+    for sample in samples:  # one by one, as a person would write it
+        ids += sample["input_ids"].tolist()
+        labels += [-100, *sample["labels"].tolist()[1:]]
+        positions += range(len(sample["input_ids"]))
+    assert {name: tensor.tolist() for name, tensor in pack.items()} == {
+        "input_ids": [ids],
+        "labels": [labels],
+        "position_ids": [positions],
+    }
+
+
+def test_a_pack_refuses_what_a_padded_batch_does() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        PackingCollator()([])
+    with pytest.raises(ValueError, match="sample 1 of the batch has no 'labels'"):
+        PackingCollator()([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}])
