@@ -209,6 +209,8 @@ class PoolSession:
             )
         planned = self._running_planner().next_plan()
         self._announced.popleft()
+        if self.facts:
+            self.facts[-1].kernel.settle()  # gives its marks back, whether or not somebody reads them
         times = KernelTimes()
         return _MicroBatch(
             shard=shard,
@@ -267,6 +269,9 @@ class PoolSession:
             took = time.perf_counter() - begin
             current.planning_s += took
             current.waited_s += took
+            if current.times is not None and current.attended:
+                costs = {"planning_s": current.planning_s, "waited_s": current.waited_s}
+                self.facts[-1] = replace(self.facts[-1], **costs)
         plan = current.plans[layout]
         if current.times is not None and not current.attended:
             self.facts.append(self._facts_of(current, current.times, plan))
