@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -23,6 +26,7 @@ from odb_libra_lightning.odb.errors import ShardError
 from odb_libra_lightning.odb.feeds import Feed, FollowerFeed, LeaderFeed, decoder
 from odb_libra_lightning.odb.ledger import open_ledger
 from odb_libra_lightning.odb.position import Position
+from odb_libra_lightning.odb.rendezvous import check_agreement
 from odb_libra_lightning.odb.steps import Step
 from odb_libra_lightning.odb.training_loader import TrainerClock, TrainingLoader
 
@@ -36,9 +40,9 @@ class PackedLoader(TrainingLoader):
     Guarantee: in each epoch every token of every document is in exactly one micro-batch of one replica; an optimizer
     step holds the same packed sequences whatever the placement, the pool size and the context parallelism, and whatever
     replicas times accumulation make up its number; all replicas have the same number of micro-batches, which is the
-    loader's length; nothing is exchanged. Price: lengths and loss masks of all documents are known beforehand; a
-    replica without a sequence in the last micro-step of an epoch gets a stand-in whose `info.loss_weight` is 0; an
-    error on one replica is not raised on the others.
+    loader's length; nothing is exchanged but, once, that all have the same documents. Price: lengths and loss masks of
+    all documents are known beforehand; a replica without a sequence in the last micro-step of an epoch gets a stand-in
+    whose `info.loss_weight` is 0; an error on one replica is not raised on the others.
 
     A batch is a mapping of `input_ids`, `labels` and `position_ids`, int64 `[1, T]`, with `T` at most
     `sequence_length`. Labels are the ids, -100 at each document's first token and where the document's own are.
@@ -96,7 +100,7 @@ class PackedLoader(TrainingLoader):
         self._num_sequences = len(self._packed[1])
         self._log = None if window_log is None else WindowLog(window_log, placement=self._placement.method)
         self._length = self._end = 0  # of the pass under way: its length, and the step at which the trainer ends it
-        order = {
+        self._order = {
             "documents": len(documents.lengths),
             "tokens": int(documents.lengths.sum()),
             "sequence_length": sequence_length,
@@ -105,7 +109,7 @@ class PackedLoader(TrainingLoader):
             "seed": seed,
         }
         super().__init__(
-            Position(self._num_sequences, _MODE, order),
+            Position(self._num_sequences, _MODE, self._order),
             rank=rank,
             world_size=world_size,
             replica_size=replica_size,
@@ -166,6 +170,8 @@ class PackedLoader(TrainingLoader):
 
     @override
     def _open_feed(self, rank: int, world_size: int) -> Feed:
+        facts = {**self._order, "placement": repr(self._placement), "lengths": _checksum(self._documents.lengths)}
+        check_agreement(facts, what="packed documents and their settings", timeout=self._timeout)
         decode = decoder(pinned=self._pin_memory)
         if self._replica_size == 1:
             return self._pack_feed(rank, world_size, decode)
@@ -280,6 +286,10 @@ class _Order:
         for micro_batch in self._coming:
             self.asked_for.append(micro_batch)
             yield micro_batch.pieces
+
+
+def _checksum(lengths: NDArray[np.int64]) -> int:
+    return zlib.crc32(np.ascontiguousarray(lengths).tobytes())
 
 
 def _unchanged(pack: Any) -> Any:

@@ -235,6 +235,43 @@ class ControlStore:
         return [_Process(*json.loads(value)) for value in trainer_store.multi_get(keys)]
 
 
+def check_agreement(facts: dict[str, Any], *, what: str, timeout: float) -> None:
+    """Check that all processes of the trainer's group say the same, through its store; no collective is called.
+
+    Args:
+        facts: what they must agree on, plain JSON values by name. All processes call this in the same order.
+        what: what the facts are of, for the error.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        ODBError: on every process, if one says something else; it names the fact and the rank.
+        PeerLostError: if other processes do not come in time; it names them.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store: Any = distributed_c10d._get_default_store()
+    me, names = dist.get_rank(), sorted(facts)
+    number = store.add(f"odb/agreements_of/{me}", 1)
+    keys = [f"odb/agreements/{number}/{process}" for process in range(dist.get_world_size())]
+    store.set(keys[me], json.dumps(facts, sort_keys=True))
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        absent = [process for process, key in enumerate(keys) if not store.check([key])]
+        raise PeerLostError(
+            f"global rank {me}: {what} was not opened within {timeout:g} s on global rank "
+            f"{', '.join(map(str, absent))}; do all ranks train on the same?"
+        ) from error
+    said = [json.loads(value) for value in store.multi_get(keys)]
+    for name in names:
+        other = next((process for process, each in enumerate(said) if each.get(name) != said[0].get(name)), None)
+        if other is not None:
+            raise ODBError(
+                f"{what} must be the same on every rank, and {name} is {said[0].get(name)} on global rank 0 and "
+                f"{said[other].get(name)} on global rank {other}"
+            )
+
+
 def _leave(host: str, port: int, server: TCPStore | None, processes: int, read: bool) -> None:
     """Say that this process reads no more; and, holding the store, wait until all have said so."""
     if not read:
