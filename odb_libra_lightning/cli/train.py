@@ -22,6 +22,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
+import odb_libra_lightning.strategies  # noqa: F401  (registers names that a recipe may give to `strategy`)
 from odb_libra_lightning.cli.loggers import finish_loggers
 from odb_libra_lightning.cli.recipe import RecipeError, compose_recipe, one_line, recipe_yaml, resolve_recipe
 from odb_libra_lightning.odb.errors import ODBError

@@ -27,6 +27,7 @@ class CausalLM(LightningModule):
         betas: AdamW's betas.
         warmup_steps: optimizer steps over which the rate rises linearly to `lr`. Nothing falls after it: how
             many steps an epoch has is not known before it ends.
+        gradient_checkpointing: keep of each layer its input alone, and compute the rest again in backward.
         **config: values of the architecture's configuration, such as `vocab_size`, `hidden_size`,
             `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`, `tie_word_embeddings`.
 
@@ -44,6 +45,7 @@ class CausalLM(LightningModule):
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int = 0,
+        gradient_checkpointing: bool = False,
         **config: Any,
     ) -> None:
         super().__init__()
@@ -56,6 +58,10 @@ class CausalLM(LightningModule):
         self.lr, self.weight_decay, self.betas, self.warmup_steps = lr, weight_decay, betas, warmup_steps
         self.model = _random_model(architecture, config) if pretrained is None else _stored_model(pretrained)
         self.model.config.use_cache = False
+        if gradient_checkpointing:
+            # Its name in transformers 5; the older one warns there.
+            enable = getattr(self.model, "activation_checkpointing_enable", None)
+            (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self.model.train()  # the Trainer keeps the mode, and from_pretrained leaves that of evaluation
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -79,8 +85,8 @@ class CausalLM(LightningModule):
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         label_tokens = (batch["labels"][:, 1:] != -100).sum()
-        # With a count of its own the loss is a sum over it: a batch without labels gives 0 instead of 0 / 0.
-        return self.model(**batch, num_items_in_batch=label_tokens.clamp(min=1)).loss, label_tokens
+        # The mean over no labels is 0 / 0, without a gradient.
+        return torch.where(label_tokens > 0, self.model(**batch).loss, 0.0), label_tokens
 
 
 def _transformers() -> Any:
