@@ -26,6 +26,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -54,6 +55,8 @@ from odb_libra_lightning.libra.pool_plan import layout_plan
 from odb_libra_lightning.libra.prepared_plan import prepare_plan
 from odb_libra_lightning.libra.process_groups import PoolGroups, new_pool_groups
 from odb_libra_lightning.libra.thread_transport import DelayedTransport
+
+Measure = Callable[[dict[str, Any]], dict[str, Any]]
 
 CHECKED = 1e-4  # largest difference from float64, relative; float32 has 6e-8, and sums are of hundreds
 
@@ -170,7 +173,7 @@ def measure_rank(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, settings: dict[str, Any], results: Any) -> None:
+def run_rank(rank: int, settings: dict[str, Any], results: Any, measure: Measure) -> None:
     """One process: ends with the time limit or with its parent, whatever it is waiting for."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -186,13 +189,13 @@ def run_rank(rank: int, settings: dict[str, Any], results: Any) -> None:
         "gloo", init_method=f"file://{settings['store']}", rank=rank, world_size=WORKERS, timeout=timeout
     )
     try:
-        results.send(measure_rank(settings))
+        results.send(measure(settings))
     finally:
         dist.destroy_process_group()  # without it gloo aborts at exit
 
 
-def run(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each worker measured; RuntimeError where one fails or does not end in time."""
+def run(settings: dict[str, Any], measure: Measure = measure_rank) -> list[dict[str, Any]]:
+    """What each worker measured, by a function of a module; RuntimeError where one fails or does not end in time."""
     context = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + settings["limit"]
     processes, pipes, found = [], [], []
@@ -201,7 +204,7 @@ def run(settings: dict[str, Any]) -> list[dict[str, Any]]:
         try:
             for rank in range(WORKERS):
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=run_rank, args=(rank, settings, sender), daemon=True)
+                process = context.Process(target=run_rank, args=(rank, settings, sender, measure), daemon=True)
                 process.start()
                 sender.close()  # so that the end of the process is the end of the pipe
                 processes.append(process)
