@@ -58,7 +58,7 @@ class Decoder(L.LightningModule):
         labels: how many labels that is a mean over.
         token_losses: loss of each label that counts, in order, of each training batch.
         gradients: of each update, before clipping, by parameter.
-        tokens: of each batch of an epoch of training, before any strategy cuts it; a list for each epoch.
+        packs: each batch of an epoch of training, before any strategy cuts it; a list for each epoch.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Decoder(L.LightningModule):
         self.labels: list[int] = []
         self.token_losses: list[list[float]] = []
         self.gradients: list[dict[str, list[float]]] = []
-        self.tokens: list[list[list[int]]] = []
+        self.packs: list[list[dict[str, list[int]]]] = []
         self.keep_gradients = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
@@ -110,11 +110,11 @@ class Decoder(L.LightningModule):
         return F.cross_entropy(logits[counts], labels[counts], reduction="none")
 
     def on_train_epoch_start(self) -> None:
-        self.tokens.append([])
+        self.packs.append([])
 
     def on_before_batch_transfer(self, batch: Pack, dataloader_idx: int) -> Pack:
         if self.trainer.training:
-            self.tokens[-1].append(batch["input_ids"][0].tolist())
+            self.packs[-1].append({name: values[0].tolist() for name, values in unpadded(batch).items()})
         return batch
 
     def training_step(self, batch: Pack, batch_idx: int) -> Tensor:
@@ -158,6 +158,12 @@ class DenseDecoder(Decoder):
         keys, values = k[0].repeat_interleave(group, 1), v[0].repeat_interleave(group, 1)
         scores = torch.einsum("ihd,jhd->hij", q[0], keys) / q.shape[-1] ** 0.5
         return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)[None]
+
+
+def load_weights(module: Decoder, weights: dict[str, list[float]]) -> None:
+    """Put what `Decoder.weights` gave into a module."""
+    for name, parameter in module.named_parameters():
+        parameter.data = torch.tensor(weights[name], dtype=parameter.dtype).view_as(parameter)
 
 
 def unpadded(pack: Pack) -> Pack:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from odb_libra_lightning.libra.active_attention import core_attention
 from tests.modules import quiet_trainer
-from tests.strategies.dense_decoder import Decoder, Pack, Trained, largest_gap, train_alone
+from tests.strategies.dense_decoder import Decoder, Pack, Trained, largest_gap, train_alone, unpadded
 from tests.strategies.packs import PACKS, Listed, alone
 
 
@@ -130,15 +130,15 @@ def record_of(module: Decoder, trainer: L.Trainer) -> dict[str, Any]:
         "labels": module.labels,
         "gradients": module.gradients,
         "weights": module.weights(),
-        "tokens": module.tokens,
+        "packs": module.packs,
         "updates": trainer.global_step,
     }
 
 
-def fit_case(case: Case) -> dict[str, Any]:
+def fit_case(case: Case, *, module: Decoder | None = None, name: str | None = None) -> dict[str, Any]:
     """Train on a plain DataLoader that knows nothing of replicas."""
-    print(f"case {case}", flush=True)  # names the case that hangs
-    module, trainer = decoder_of(case), trainer_of(case)
+    print(f"case {name or case}", flush=True)  # names the case that hangs
+    module, trainer = module or decoder_of(case), trainer_of(case)
     fitted: Any = torch.compile(module, backend="eager") if case.compiled else module
     trainer.fit(fitted, train_dataloaders=DataLoader(Listed(case.make_packs()), batch_size=1, collate_fn=alone))
     return record_of(module, trainer)
@@ -158,11 +158,11 @@ def windows_of(case: Case, ranks: Sequence[dict[str, Any]], packs: Sequence[Pack
 
     Members of a replica draw the same packs, and all of them together each pack once an epoch.
     """
-    by_tokens = {tuple(each["input_ids"][0].tolist()): each for each in packs}
+    by_tokens = {tuple(unpadded(each)["input_ids"][0].tolist()): each for each in packs}
     assert len(by_tokens) == len(packs), "packs are told apart by their tokens"
     windows = []
     for epoch in range(case.epochs):
-        drawn = [[tuple(tokens) for tokens in rank["tokens"][epoch]] for rank in ranks]
+        drawn = [[tuple(drawn["input_ids"]) for drawn in rank["packs"][epoch]] for rank in ranks]
         for first in range(0, len(drawn), case.cp):
             assert all(rank == drawn[first] for rank in drawn[first : first + case.cp])
         steps = list(zip(*drawn[:: case.cp], strict=True))
@@ -205,12 +205,19 @@ def check(
 
 
 def check_against(case: Case, ranks: Sequence[dict[str, Any]], expected: Trained, *, tolerance: float) -> None:
-    start = train_alone([], **case.decoder).weights
-    assert largest_gap(expected.weights, start) > 1e-3, "nothing was trained"
     losses, labels = losses_of_packs(case, ranks)
     assert labels == expected.labels
     for ours, right, count in zip(losses, expected.losses, labels, strict=True):
         assert not count or abs(ours - right) <= tolerance
+    check_updates(ranks, expected, tolerance=tolerance, start=train_alone([], **case.decoder))
+
+
+def check_updates(
+    ranks: Sequence[dict[str, Any]], expected: Trained, *, tolerance: float = 1e-10, start: Trained | None = None
+) -> None:
+    """Every rank has these gradients, their norms, and these weights, which are not those of the start."""
+    start = train_alone([]) if start is None else start
+    assert largest_gap(expected.weights, start.weights) > 1e-3, "nothing was trained"
     for rank in ranks:
         assert rank["updates"] == len(expected.gradients)
         if rank["gradients"]:

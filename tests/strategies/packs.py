@@ -82,7 +82,12 @@ def uneven() -> list[Pack]:
     return [pack((60,) if n % 2 == 0 else (2,) * 6, seed=n, masked=range(n)) for n in range(8)]
 
 
-PACKS = {"mixed": mixed, "edges": edges, "tiny": tiny, "uneven": uneven}
+def scarce() -> list[Pack]:
+    """Of any two, or of any one, some have fewer rows than two replicas, or one, have workers."""
+    return [pack(each, seed=10 + n) for n, each in enumerate([(2,), (1,), (1,), (1, 1), (2,), (1,), (1,), (2,)])]
+
+
+PACKS = {"mixed": mixed, "edges": edges, "tiny": tiny, "uneven": uneven, "scarce": scarce}
 
 
 class Listed(Dataset[Any]):
