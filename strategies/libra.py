@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -137,7 +138,7 @@ class ContextParallelStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         assert self.lightning_module is not None
-        self._installed = huggingface.install(self.lightning_module)
+        self._installed = huggingface.install(self.lightning_module, training=trainer.state.fn == TrainerFn.FITTING)
         for heads in self._installed.heads:
             self.options.pool_layout(
                 num_heads=heads.num_heads,

@@ -270,8 +270,7 @@ class PoolSession:
             current.planning_s += took
             current.waited_s += took
             if current.times is not None and current.attended:
-                costs = {"planning_s": current.planning_s, "waited_s": current.waited_s}
-                self.facts[-1] = replace(self.facts[-1], **costs)
+                self.facts[-1] = replace(self.facts[-1], planning_s=current.planning_s, waited_s=current.waited_s)
         plan = current.plans[layout]
         if current.times is not None and not current.attended:
             self.facts.append(self._facts_of(current, current.times, plan))
