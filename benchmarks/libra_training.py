@@ -90,9 +90,9 @@ CASES = {
 class Decoder(L.LightningModule):
     """A small transformer whose attention is `core_attention`'s."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
         inner = (HEADS + 2 * KV_HEADS) * HEAD_DIM
         self.projections = nn.ModuleList(nn.Linear(WIDTH, inner) for _ in range(LAYERS))
         self.outputs = nn.ModuleList(nn.Linear(HEADS * HEAD_DIM, WIDTH) for _ in range(LAYERS))
@@ -251,15 +251,19 @@ def predict(case: Case, settings: dict[str, Any], calibration: Calibration) -> t
     return LAYERS * found.mean_latency, LAYERS * found.worst_latency
 
 
+def as_launched() -> None:
+    """Say to Lightning what a launcher says. The process group is there already."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
 def measure_rank(settings: dict[str, Any]) -> dict[str, Any]:
     """All that one process measures: kernel rates, then all methods in turns."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    # As a launcher does. The process group is there already.
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    as_launched()
     rates = kernel_rates(settings["length"])
     turns = [{name: train(case, settings) for name, case in CASES.items()} for _ in range(settings["turns"])]
     return {"kernel_rates": rates, "turns": turns}
