@@ -78,6 +78,8 @@ class LibraOptions:
         for name in ("refine", "causal_shift"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
+        if isinstance(self.tau, bool | str) or not 0 <= self.tau < float("inf"):
+            raise ValueError(f"tau={self.tau!r}: the share above the mean load is a finite number of at least 0")
         if isinstance(self.pool_timeout, bool) or not 0 < self.pool_timeout < float("inf"):
             raise ValueError(f"pool_timeout={self.pool_timeout!r}: expected seconds, more than 0")
         if self.remember != "keep" and not self.follows_plan:

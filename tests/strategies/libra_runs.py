@@ -114,14 +114,14 @@ def decoder_of(case: Case) -> Decoder:
 
 
 def trainer_of(case: Case, **settings: Any) -> L.Trainer:
-    return quiet_trainer(
-        devices=case.world_size,
-        strategy=strategy_of(case),
-        max_epochs=case.epochs,
-        accumulate_grad_batches=case.accumulate,
-        gradient_clip_val=case.clip,
-        **{**case.trainer, **settings},
-    )
+    fixed = {
+        "devices": case.world_size,
+        "strategy": strategy_of(case),
+        "max_epochs": case.epochs,
+        "accumulate_grad_batches": case.accumulate,
+        "gradient_clip_val": case.clip,
+    }
+    return quiet_trainer(**{**fixed, **case.trainer, **settings})
 
 
 def record_of(module: Decoder, trainer: L.Trainer) -> dict[str, Any]:
