@@ -68,17 +68,20 @@ class RunSummary(L.Callback):
         totals = self._totals
         elapsed = time.perf_counter() - self._begin
         updates = trainer.global_step - self._first_update
-        batch_size = max(round(totals.samples / (self._steps * trainer.world_size)), 1)
+        replicas = int((trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"])
+        batch_size = round(totals.samples / (self._steps * replicas))
         table = Table(title="Training summary", show_header=False, title_justify="left")
         table.add_row("samples", f"{totals.samples:,}")
         if dropped := sum(self._dropped.values()):
             table.add_row("samples dropped", f"{dropped:,}")
         table.add_row("tokens", f"{totals.tokens:,}  ({totals.tokens / elapsed:,.0f}/s)")
         table.add_row("padding ratio", f"{totals.padding_ratio:.1%}")
-        table.add_row(f"padding ratio of fixed batches of {batch_size}", f"{self._fixed_padding_ratio(batch_size):.1%}")
+        if batch_size > 1:
+            fixed = self._fixed_padding_ratio(batch_size)
+            table.add_row(f"padding ratio of fixed batches of {batch_size}", f"{fixed:.1%}")
         table.add_row("updates", f"{updates:,}")
         table.add_row("samples per update", f"{totals.samples / max(updates, 1):,.1f}")
-        table.add_row("zero-weight steps", f"{totals.zero_weight_steps / (self._steps * trainer.world_size):.2%}")
+        table.add_row("zero-weight steps", f"{totals.zero_weight_steps / (self._steps * replicas):.2%}")
         table.add_row("waiting for data", f"{totals.waited_s / elapsed:.1%} of {elapsed:,.0f} s")
         if trainer.world_size > 1:
             table.add_row("exchanges, beside training", f"{sum(self._exchange_s.values()) / elapsed:.1%} of the time")
