@@ -24,18 +24,23 @@ class Training:
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """`train.py` on the quickstart's recipe, made small."""
-    root = tmp_path_factory.mktemp("quickstart")
-    command = [
-        *(sys.executable, "train.py", "--config", "recipes/quickstart.yaml"),
+    return train_recipe(
+        "quickstart",
+        tmp_path_factory.mktemp("quickstart"),
         *("data.train_dataset.limit=48", "data.train_dataset.max_length=256", "data.l_max=512"),
         *("module.hidden_size=48", "module.intermediate_size=96", "module.num_hidden_layers=1"),
-        *("run.name=small", f"run.root={root}"),
-    ]
+    )
+
+
+def train_recipe(name: str, root: Path, *overrides: str) -> Training:
+    """`train.py` on a recipe of this project, in processes of its own."""
+    command = [sys.executable, "train.py", "--config", f"recipes/{name}.yaml", *overrides]
+    command += ["run.name=small", f"run.root={root}"]
     with (root / "output.txt").open("w+") as log:
         process = start(command, log)
         ended = False
         try:
-            process.wait(150)
+            process.wait(200)
             ended = session_ends(process)
         finally:
             wait_all([process], 1)

@@ -169,3 +169,14 @@ def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[hf\]'"):
         CausalLM(**TINY)
+
+
+def test_gradient_checkpointing_changes_no_gradient(module: CausalLM) -> None:
+    torch.manual_seed(0)
+    checkpointed = CausalLM(lr=3e-3, gradient_checkpointing=True, **TINY)
+    assert all(layer.gradient_checkpointing for layer in checkpointed.model.model.layers)
+    for each in (module, checkpointed):
+        loss_of(each, COLLATE(SAMPLES)).backward()
+    for one, other in zip(module.parameters(), checkpointed.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
