@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.launch import run_ranks
 from tests.modules import quiet_trainer
-from tests.strategies.dense_decoder import Decoder, DenseDecoder, Trained, largest_gap, train_alone, unpadded
+from tests.strategies.dense_decoder import DenseDecoder, Pack, Trained, largest_gap, train_alone, unpadded
 from tests.strategies.libra_runs import Case, as_arguments, decoder_of, record_of, trainer_of, windows_of
 from tests.strategies.packs import Listed, alone
 
@@ -79,25 +79,24 @@ def test_a_checkpoint_is_read_without_the_package(unbroken: Any) -> None:
     assert largest_gap(module.weights(), after_an_epoch.weights) < 1e-10
 
 
+class OneProcess(DenseDecoder):
+    """Trains on the packs of the epoch that it is in, in the order in which the ranks together did."""
+
+    def __init__(self, packs: list[Pack]) -> None:
+        super().__init__()
+        self.all_packs = packs
+
+    def train_dataloader(self) -> Any:
+        first = self.current_epoch * PACKS
+        return DataLoader(Listed([unpadded(each) for each in self.all_packs[first : first + PACKS]]), collate_fn=alone)
+
+
 def test_one_process_goes_on_without_the_strategy(unbroken: Any) -> None:
-    """All windows of four packs, by plain Lightning, on the same packs in the same order."""
     ranks, expected, checkpoint = unbroken
     packs = [pack for window in windows_of(SAVED, ranks, SAVED.make_packs()) for pack in window]
-    module: Decoder = DenseDecoder()
-    trainer = quiet_trainer(devices=1, max_epochs=EPOCHS, accumulate_grad_batches=4, callbacks=[])
-    trainer.fit(module, train_dataloaders=Epochs(packs), ckpt_path=checkpoint)
+    module = OneProcess(packs)
+    trainer = quiet_trainer(
+        devices=1, max_epochs=EPOCHS, accumulate_grad_batches=4, reload_dataloaders_every_n_epochs=1
+    )
+    trainer.fit(module, ckpt_path=checkpoint)
     assert largest_gap(module.weights(), expected.weights) < 1e-10
-
-
-class Epochs:
-    """The packs of the epochs behind the first, unpadded, an epoch a pass."""
-
-    def __init__(self, packs: list[Any]) -> None:
-        self.packs = packs[PACKS:]
-
-    def __len__(self) -> int:
-        return PACKS
-
-    def __iter__(self) -> Any:
-        epoch, self.packs = self.packs[:PACKS], self.packs[PACKS:]
-        return map(unpadded, epoch)

@@ -1,4 +1,4 @@
-"""What goes wrong on one process of a pool ends all of them soon, with an error and with its own text."""
+"""What goes wrong on one process of a pool ends all within the time limit, with an error and with its own text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.strategies.libra_runs import Case, CoreDecoder, trainer_of
 from tests.strategies.packs import Listed, alone, mixed
 
 # Ranks that are killed for going on longer end by SIGKILL. They share two cores with whatever else runs.
-LIMIT_S = 100
+LIMIT_S, POOL_TIMEOUT_S = 100, 15.0
 FAULTY, LAST_GOOD_STEP = 1, 2
 
 
@@ -57,7 +57,7 @@ class Unreadable(Listed):
 
 
 def fit_faulty(fault: str, dp: int, cp: int, pool: int) -> None:
-    trainer = trainer_of(Case(dp=dp, cp=cp, pool=pool))
+    trainer = trainer_of(Case(dp=dp, cp=cp, pool=pool, options={"pool_timeout": POOL_TIMEOUT_S}))
     packs = mixed(8 * dp)
     if fault == "unreadable, online":
         documents = Unreadable([{name: values[0] for name, values in pack.items()} for pack in packs])
