@@ -8,7 +8,7 @@ after method, in turns of one run:
     libra     2 replicas of 2 processes, one pool of both: sequences placed by VRSP, tiles by home-first placement
     libra-4   4 replicas of 1 process, one pool of all
 
-    python benchmarks/libra_training.py              # some five minutes on 2 cores
+    python benchmarks/libra_training.py              # some seven minutes on 2 busy cores
     python benchmarks/libra_training.py --dry-run    # small and fast, to see that all of it works
 
 With four processes on fewer cores wall time measures the sum of all work, however it is spread, so step times and
@@ -349,12 +349,12 @@ def main() -> None:
     """Train, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mix", default="magiattention", help="of document lengths, scaled down to the sequences")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a packed sequence")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a packed sequence")
     parser.add_argument("--global-batch", type=int, default=8, help="packed sequences of a step, a multiple of 4")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a turn")
     parser.add_argument("--block-size", type=int, help="rows of a block; default: a 16th of a sequence")
     parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--limit", type=float, default=1500, help="seconds after which all processes are ended")
     parser.add_argument("--dry-run", action="store_true", help="small and fast")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
