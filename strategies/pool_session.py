@@ -52,7 +52,7 @@ class _MicroBatch:
     attended: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class PoolSession:
     """The pools of a run. Making one, and closing it, are collectives of all processes.
 
