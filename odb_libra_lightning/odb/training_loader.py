@@ -102,6 +102,20 @@ class TrainingLoader(ABC):
         self._busy = False  # whether a pass over the loader has begun and its feed has not come to its end
 
     @property
+    def ranks(self) -> tuple[int, int]:
+        """Data-parallel rank and number of ranks: as given, or else those of this process.
+
+        Raises:
+            ODBError: if neither was given, and the process group of this process does not exist yet.
+        """
+        return self._given_ranks or current_rank()
+
+    @property
+    def replica_size(self) -> int:
+        """Processes that share each data-parallel rank."""
+        return self._replica_size
+
+    @property
     def info(self) -> BatchInfo:
         """Facts about the batch that the loader gave out last.
 
@@ -295,7 +309,7 @@ class TrainingLoader(ABC):
         return self._control
 
     def _ranks(self) -> tuple[int, int]:
-        rank, world_size = self._given_ranks or current_rank()
+        rank, world_size = self.ranks
         self._check_shard(rank, world_size)
         return rank, world_size
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from odb_libra_lightning import ODBLoader, PackingCollator
+from odb_libra_lightning.odb.errors import ODBError
 from odb_libra_lightning.odb.training_loader import TrainingLoader
 from tests.samples import Documents, pad
 
@@ -47,3 +48,15 @@ def test_a_pack_has_no_padding_and_a_padded_batch_has() -> None:
             if packed:
                 assert info.padded_tokens == info.tokens
                 assert info.loss_tokens == info.tokens - info.samples, "all but each sample's first token"
+
+
+def test_a_loader_tells_the_ranks_it_was_given_or_else_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"l_max": 900, "buffer_size": 16, "num_workers": 0}
+    given = ODBLoader(Documents(40), pad, rank=1, world_size=3, replica_size=2, **settings)
+    alone = ODBLoader(Documents(40), pad, **settings)
+    assert (given.ranks, given.replica_size) == ((1, 3), 2)
+    assert (alone.ranks, alone.replica_size) == ((0, 1), 1)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert given.ranks == (1, 3)
+    with pytest.raises(ODBError, match="there is no process group"):
+        _ = alone.ranks
