@@ -14,7 +14,7 @@ from typing_extensions import override
 from odb_libra_lightning.data.documents import Documents, open_documents
 from odb_libra_lightning.data.packed_evaluation import PackEvaluation, even_out
 from odb_libra_lightning.data.packed_loader import PackedLoader
-from odb_libra_lightning.data.packed_steps import Placement
+from odb_libra_lightning.data.packed_steps import SequencePlacement
 from odb_libra_lightning.data.packed_windows import STAND_IN_LENGTH, Packing, pack_epoch
 from odb_libra_lightning.data.packs import PackDataset
 from odb_libra_lightning.data.training_datamodule import TrainingDataModule, average_exactly, data_parallel_rank
@@ -115,7 +115,7 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
         )
         return self._take(loader, trainer)
 
-    def _check_degrees(self, trainer: L.Trainer, data_parallel: int, placement: Placement) -> None:
+    def _check_degrees(self, trainer: L.Trainer, data_parallel: int, placement: SequencePlacement) -> None:
         options = getattr(trainer.strategy, "options", None)
         block_size = getattr(options, "block_size", None)
         context_parallel = trainer.world_size // data_parallel
@@ -152,13 +152,13 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
         )
 
 
-def _placement(trainer: L.Trainer) -> Placement:
+def _placement(trainer: L.Trainer) -> SequencePlacement:
     """How the trainer's strategy wants the sequences of an optimizer step; as they come where it has no pools."""
     layout = getattr(trainer.strategy, "rank_layout", None)
     options = getattr(trainer.strategy, "options", None)
     if layout is None or options is None:
-        return Placement()
-    return Placement(pool_size=layout.pool_size, method=options.sequence_placement, refine=options.refine)
+        return SequencePlacement()
+    return SequencePlacement(pool_size=layout.pool_size, method=options.sequence_placement, refine=options.refine)
 
 
 def _open_with_progress(given: Any) -> Documents:

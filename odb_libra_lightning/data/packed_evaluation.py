@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from odb_libra_lightning.data.evaluation import evaluation_batches
 from odb_libra_lightning.data.packed_steps import pieces_of
-from odb_libra_lightning.data.packs import PackDataset
+from odb_libra_lightning.data.packs import PackDataset, unchanged
 from odb_libra_lightning.libra.packing import PackedSequences
 from odb_libra_lightning.odb.feeds import decoder
 
@@ -90,7 +90,7 @@ class PackEvaluation:
             batch_size=None,
             sampler=self._pieces,
             num_workers=num_workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -100,7 +100,3 @@ class PackEvaluation:
     def __len__(self) -> int:
         """Number of packs, the same on every rank."""
         return len(self._pieces)
-
-
-def _unchanged(pack: Any) -> Any:
-    return pack

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from odb_libra_lightning.data.documents import Documents
-from odb_libra_lightning.data.packed_steps import MicroBatch, Placement, micro_batches
+from odb_libra_lightning.data.packed_steps import MicroBatch, SequencePlacement, micro_batches
 from odb_libra_lightning.data.packed_windows import STAND_IN_LENGTH, Packing, pack_epoch, steps_left
-from odb_libra_lightning.data.packs import PackDataset, Pieces
+from odb_libra_lightning.data.packs import PackDataset, Pieces, unchanged
 from odb_libra_lightning.data.window_log import WindowLog
 from odb_libra_lightning.libra.packing import PackedSequences
 from odb_libra_lightning.odb.epoch import EpochStart
@@ -81,7 +81,7 @@ class PackedLoader(TrainingLoader):
         world_size: int | None = None,
         replica_size: int = 1,
         accumulation: int = 1,
-        placement: Placement | None = None,
+        placement: SequencePlacement | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         window_log: str | Path | None = None,
@@ -92,7 +92,7 @@ class PackedLoader(TrainingLoader):
             pack_epoch, documents.lengths, sequence_length, packing=packing, shuffle=shuffle, seed=seed
         )
         self._seed = seed
-        self._placement = placement or Placement()
+        self._placement = placement or SequencePlacement()
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._timeout = timeout
@@ -252,7 +252,7 @@ class PackFeed:
             batch_size=None,
             sampler=self._order,
             num_workers=num_workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             generator=torch.Generator(),  # the trainer's own would be advanced on one process of a replica alone
             **workers,  # type: ignore[arg-type]
         )
@@ -290,7 +290,3 @@ class _Order:
 
 def _checksum(lengths: NDArray[np.int64]) -> int:
     return zlib.crc32(np.ascontiguousarray(lengths).tobytes())
-
-
-def _unchanged(pack: Any) -> Any:
-    return pack

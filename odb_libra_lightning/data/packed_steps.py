@@ -24,7 +24,7 @@ from odb_libra_lightning.odb.loss_weight import window_loss_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class SequencePlacement:
     """How the sequences of an optimizer step are dealt to pools, see `place_window`.
 
     Attributes:
@@ -73,7 +73,7 @@ def micro_batches(
     done: int,
     rank: int,
     world_size: int,
-    placement: Placement,
+    placement: SequencePlacement,
     seed: int,
     on_window: Callable[[WindowBounds, PlacedWindow], None] | None = None,
 ) -> Iterator[MicroBatch]:

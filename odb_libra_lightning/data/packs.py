@@ -38,6 +38,11 @@ def stand_in_pack(length: int) -> dict[str, Tensor]:
     return join_documents([(np.zeros(length, np.int64), None)])
 
 
+def unchanged(pack: Any) -> Any:
+    """A pack as it was read, for a DataLoader that would convert it otherwise."""
+    return pack
+
+
 class PackDataset(Dataset[Any]):
     """Reads packs; its indices are `Pieces`.
 

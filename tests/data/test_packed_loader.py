@@ -13,7 +13,7 @@ import torch
 
 from odb_libra_lightning.data.documents import open_documents
 from odb_libra_lightning.data.packed_loader import PackedLoader
-from odb_libra_lightning.data.packed_steps import Placement
+from odb_libra_lightning.data.packed_steps import SequencePlacement
 from odb_libra_lightning.data.token_files import TokenWriter
 from odb_libra_lightning.data.window_log import check_step_equivalence
 from odb_libra_lightning.odb.errors import ODBError
@@ -125,7 +125,7 @@ def test_a_step_holds_the_same_sequences_whatever_the_degrees(tmp_path: Path) ->
             tmp_path / f"{count}",
             count,
             accumulation=12 // count,
-            placement=Placement(pool_size=pool, method="vrsp", refine=True),
+            placement=SequencePlacement(pool_size=pool, method="vrsp", refine=True),
         )
         assert check_step_equivalence(plain, other) == len(lines)
     with pytest.raises(ValueError, match="epoch 0, optimizer step 0"):
