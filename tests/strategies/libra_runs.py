@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from odb_libra_lightning.libra.active_attention import core_attention
+from tests.launch import run_ranks
 from tests.modules import quiet_trainer
 from tests.strategies.dense_decoder import Decoder, Pack, Trained, largest_gap, train_alone, unpadded
 from tests.strategies.packs import PACKS, Listed, alone
@@ -147,6 +150,31 @@ def fit_case(case: Case, *, module: Decoder | None = None, name: str | None = No
 def fit_cases(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Several trainings, one after the other in the same processes."""
     return [fit_case(Case(**case)) for case in cases]
+
+
+def run_in_turn(
+    world_size: int,
+    folder: Path,
+    calls: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]],
+    *,
+    timeout: float = 170,
+) -> dict[str, list[Any]]:
+    """What each rank returns from each of several functions, called one after the other in the same processes.
+
+    Starting processes takes longer than what they do here.
+    """
+    named = [(f"{function.__module__}:{function.__qualname__}", arguments) for function, arguments in calls.values()]
+    ranks = run_ranks(call_in_turn, world_size, folder, calls=named, timeout=timeout)
+    return dict(zip(calls, map(list, zip(*ranks, strict=True)), strict=True))
+
+
+def call_in_turn(calls: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    found = []
+    for target, arguments in calls:
+        print(target, flush=True)
+        module, name = target.split(":")
+        found.append(getattr(importlib.import_module(module), name)(**arguments))
+    return found
 
 
 def as_arguments(cases: Sequence[Case]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from tests.launch import run_ranks
 from tests.modules import quiet_trainer
 from tests.strategies.dense_decoder import DenseDecoder, Pack, Trained, largest_gap, train_alone, unpadded
-from tests.strategies.libra_runs import Case, as_arguments, decoder_of, record_of, trainer_of, windows_of
+from tests.strategies.libra_runs import Case, as_arguments, decoder_of, record_of, run_in_turn, trainer_of, windows_of
 from tests.strategies.packs import Listed, alone
 
 # Every update is of four packs, and Lightning's sampler deals the same four to it whatever the number of replicas.
@@ -44,29 +44,49 @@ def fit_all(cases: list[dict[str, Any]], folder: str, checkpoint: str | None = N
     return found
 
 
+CHECKPOINT = "endepoch=0.ckpt"
+
+
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Trained, Path]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]], Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    results = run_ranks(fit_all, 4, folder, cases=as_arguments([SAVED]), folder=str(folder))
-    ranks = [rank[0] for rank in results]
+    calls = {
+        "unbroken": (fit_all, {"cases": as_arguments([SAVED]), "folder": str(folder)}),
+        "resumed": (fit_all, resume(RESUMED[4], folder)),
+    }
+    return run_in_turn(4, folder, calls), folder
+
+
+def resume(cases: list[Case], folder: Path) -> dict[str, Any]:
+    return {"cases": as_arguments(cases), "folder": str(folder), "checkpoint": str(folder / CHECKPOINT)}
+
+
+@pytest.fixture(scope="module")
+def unbroken(recorded: Any) -> tuple[list[Any], Trained, Path]:
+    results, folder = recorded
+    ranks = [rank[0] for rank in results["unbroken"]]
     windows = windows_of(SAVED, ranks, SAVED.make_packs())
     expected = train_alone(windows, packs_a_window=4)
     for rank in ranks:
         assert largest_gap(rank["weights"], expected.weights) < 1e-10
-    return ranks, expected, folder / "endepoch=0.ckpt"
+    return ranks, expected, folder / CHECKPOINT
 
 
-@pytest.mark.parametrize("world_size", [4, 2])
-def test_a_run_goes_on_with_other_degrees(world_size: int, unbroken: Any, tmp_path: Path) -> None:
+def check_resumed(ranks: list[list[Any]], expected: Trained) -> None:
+    for rank in ranks:
+        for run in rank:
+            assert len(run["packs"]) == EPOCHS - 1
+            assert largest_gap(run["weights"], expected.weights) < 1e-10
+
+
+def test_a_run_goes_on_with_other_degrees(recorded: Any, unbroken: Any) -> None:
+    check_resumed(recorded[0]["resumed"], unbroken[1])
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_other_processes(unbroken: Any, tmp_path: Path) -> None:
     _, expected, checkpoint = unbroken
-    cases = RESUMED[world_size]
-    results = run_ranks(
-        fit_all, world_size, tmp_path, cases=as_arguments(cases), folder=str(tmp_path), checkpoint=str(checkpoint)
-    )
-    for number in range(len(cases)):
-        for rank in results:
-            assert len(rank[number]["packs"]) == EPOCHS - 1
-            assert largest_gap(rank[number]["weights"], expected.weights) < 1e-10
+    check_resumed(run_ranks(fit_all, 2, tmp_path, **resume(RESUMED[2], checkpoint.parent)), expected)
 
 
 def test_a_checkpoint_is_read_without_the_package(unbroken: Any) -> None:

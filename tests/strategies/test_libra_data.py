@@ -18,7 +18,7 @@ from odb_libra_lightning.data.collators import PackingCollator
 from odb_libra_lightning.data.packed_datamodule import PackedDataModule
 from tests.launch import run_ranks
 from tests.strategies.dense_decoder import IGNORED, DenseDecoder, Pack, load_weights, train_alone, unpadded
-from tests.strategies.libra_runs import Case, CoreDecoder, check_updates, decoder_of, record_of, trainer_of
+from tests.strategies.libra_runs import Case, CoreDecoder, check_updates, decoder_of, record_of, run_in_turn, trainer_of
 from tests.strategies.packs import Listed, alone, mixed
 
 SIZE = 41  # each document's first token is its number, below the vocabulary's size
@@ -121,34 +121,37 @@ def run(data: str, workers: int = 0, **case: Any) -> dict[str, Any]:
     return {"data": data, "workers": workers, "case": {"epochs": EPOCHS, **case}}
 
 
-RUNS = {
-    2: [run("odb", dp=1, cp=2, accumulate=3), run("best_fit", dp=1, cp=2, accumulate=3)],
-    4: [
-        run("odb", dp=2, cp=2, pool=2, accumulate=3, clip=0.2),
-        run("odb", dp=4, cp=1, pool=2),
-        run("best_fit", dp=2, cp=2, pool=2, accumulate=3, clip=0.2),
-        run("best_fit", dp=4, cp=1, pool=2, accumulate=2),
-        run("sequential", dp=2, cp=2, pool=1, accumulate=2),
-        run("best_fit", workers=1, dp=2, cp=2, pool=2),
-        run("odb", workers=1, dp=2, cp=2, pool=1),
-    ],
-}
+RUNS = [
+    run("odb", dp=2, cp=2, pool=2, accumulate=3, clip=0.2),
+    run("best_fit", dp=2, cp=2, pool=2, accumulate=3, clip=0.2),
+    run("best_fit", dp=4, cp=1, pool=2, accumulate=2),
+    run("sequential", workers=1, dp=2, cp=2, pool=1, accumulate=2),
+]
+MORE_RUNS = [
+    run("odb", dp=4, cp=1, pool=2),
+    run("odb", workers=1, dp=2, cp=2, pool=1),
+    run("best_fit", workers=1, dp=2, cp=2, pool=2),
+]
+RUNS_OF_TWO = [run("odb", dp=1, cp=2, accumulate=3), run("best_fit", dp=1, cp=2, accumulate=3)]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    found = {}
-    for world_size, runs in RUNS.items():
-        folder = tmp_path_factory.mktemp("documents")
-        ranks = run_ranks(fit_documents, world_size, folder, runs=runs, timeout=170)
-        found |= dict(zip(map(str, runs), zip(*ranks, strict=True), strict=True))
-    return found
-
-
-@pytest.mark.parametrize("run", [run for runs in RUNS.values() for run in runs], ids=lambda run: str(run))
-def test_updates_are_those_of_one_process_on_the_token_mean(run: Any, trained: dict[str, list[Any]]) -> None:
-    case, ranks = Case(**run["case"]), list(trained[str(run)])
+def check_run(run: dict[str, Any], ranks: list[Any]) -> None:
+    """Updates are those of one process on the mean over all labels."""
+    case = Case(**run["case"])
     check_updates(ranks, token_mean(case, ranks, whole=run["data"] != "sequential"))
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=lambda number: str(RUNS[number]["data"]) + str(number))
+def test_updates_are_those_of_one_process_on_the_token_mean(number: int, recorded: dict[str, list[Any]]) -> None:
+    check_run(RUNS[number], [rank[number] for rank in recorded["documents"]])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("runs", [MORE_RUNS, RUNS_OF_TWO], ids=["four_ranks", "two_ranks"])
+def test_more_runs_have_those_updates_too(runs: list[dict[str, Any]], tmp_path: Path) -> None:
+    world_size = Case(**runs[0]["case"]).world_size
+    for run, *ranks in zip(runs, *run_ranks(fit_documents, world_size, tmp_path, runs=runs, timeout=170), strict=True):
+        check_run(run, ranks)
 
 
 class Augmented:
@@ -185,8 +188,8 @@ def fit_augmented() -> Any:
     return found
 
 
-def test_members_of_a_replica_share_a_random_batch_and_replicas_do_not(tmp_path: Path) -> None:
-    for run in zip(*run_ranks(fit_augmented, 4, tmp_path), strict=True):
+def test_members_of_a_replica_share_a_random_batch_and_replicas_do_not(recorded: dict[str, list[Any]]) -> None:
+    for run in zip(*recorded["augmented"], strict=True):
         assert len(run[0]["shards"]) == 6
         for step in range(6):
             together = []
@@ -231,14 +234,14 @@ def fit_and_validate() -> Any:
     return found
 
 
-def test_replicas_validate_on_unequal_numbers_of_packs(tmp_path: Path) -> None:
+def test_replicas_validate_on_unequal_numbers_of_packs(recorded: dict[str, list[Any]]) -> None:
     case = Case(dp=2, cp=2, pool=2, count=8, epochs=2)
     packs = case.make_packs()
     expected = train_alone([packs[first : first + 2] for first in range(0, 8, 2)] * 2, packs_a_window=2)
     final = DenseDecoder()
     load_weights(final, expected.weights)
     right = [final.token_loss(unpadded(pack)) for pack in mixed(3, seed=5)]
-    for run in zip(*run_ranks(fit_and_validate, 4, tmp_path), strict=True):
+    for run in zip(*recorded["validated"], strict=True):
         check_updates(run, expected)
         for replica, validated in enumerate((right[:1], right)):
             members = run[2 * replica : 2 * replica + 2]
@@ -247,3 +250,13 @@ def test_replicas_validate_on_unequal_numbers_of_packs(tmp_path: Path) -> None:
             for at, losses in enumerate(validated, start=times - len(validated)):
                 assert sum(member["sums"][at][1] for member in members) == len(losses)
                 assert sum(member["sums"][at][0] for member in members) == pytest.approx(losses.sum().item(), abs=1e-9)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    calls = {
+        "documents": (fit_documents, {"runs": RUNS}),
+        "augmented": (fit_augmented, {}),
+        "validated": (fit_and_validate, {}),
+    }
+    return run_in_turn(4, tmp_path_factory.mktemp("data"), calls)

@@ -25,6 +25,7 @@ from tests.strategies.libra_runs import (
     decoder_of,
     fit_case,
     fit_cases,
+    run_in_turn,
     trainer_of,
 )
 from tests.strategies.packs import Listed, alone
@@ -76,8 +77,8 @@ ATTENTIONS = [
 ]
 
 
-def test_a_changed_token_leaves_every_other_document_bit_equal(tmp_path: Path) -> None:
-    ranks = run_ranks(one_step, 4, tmp_path, cases=as_arguments(ATTENTIONS))
+def test_a_changed_token_leaves_every_other_document_bit_equal(recorded: dict[str, list[Any]]) -> None:
+    ranks = recorded["one_step"]
     documents = [n for replica in range(2) for n, length in enumerate(LENGTHS[replica]) for _ in range(length - 1)]
     for number in range(len(ATTENTIONS)):
         before, after = ([rank[2 * number + changed] for rank in ranks] for changed in (0, 1))
@@ -110,6 +111,9 @@ CHECKPOINTED = [
     for mode in ("reentrant", "non_reentrant")
     for options in ({"head_shards": 1}, {"head_shards": 1, "remember": "refetch"})
 ]
+
+
+COUNTED = [*CHECKPOINTED, *DEFAULT_HEADS]
 
 
 class CountingKernel(DenseKernel):
@@ -156,10 +160,8 @@ def fit_and_count(cases: list[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    cases = [*CHECKPOINTED, *DEFAULT_HEADS]
-    ranks = run_ranks(fit_and_count, 4, tmp_path_factory.mktemp("idle"), cases=as_arguments(cases), timeout=170)
-    return dict(zip(map(str, cases), zip(*ranks, strict=True), strict=True))
+def counted(recorded: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return dict(zip(map(str, COUNTED), zip(*recorded["count"], strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", CHECKPOINTED, ids=str)
@@ -194,13 +196,13 @@ def fit_bad_heads() -> list[str]:
     said = []
     for decoder, options, _ in BAD_HEADS:
         with pytest.raises(ValueError, match=r".") as error:
-            fit_case(Case(dp=1, cp=2, count=2, decoder=decoder, options=options))
+            fit_case(Case(dp=2, cp=2, pool=2, count=2, decoder=decoder, options=options))
         said.append(str(error.value))
     return said
 
 
-def test_heads_that_cannot_be_shared_out_are_refused_with_their_numbers(tmp_path: Path) -> None:
-    for rank in run_ranks(fit_bad_heads, 2, tmp_path):
+def test_heads_that_cannot_be_shared_out_are_refused_with_their_numbers(recorded: dict[str, list[Any]]) -> None:
+    for rank in recorded["bad_heads"]:
         for said, (_, _, numbers) in zip(rank, BAD_HEADS, strict=True):
             assert all(number in said for number in numbers), said
 
@@ -220,10 +222,20 @@ def fit_and_note_plans() -> Any:
     return {"hashes": hashes, "labels": record["labels"]}
 
 
-def test_workers_of_a_pool_have_one_plan_and_pools_their_own(tmp_path: Path) -> None:
-    ranks = run_ranks(fit_and_note_plans, 4, tmp_path)
-    hashes = [rank["hashes"] for rank in ranks]
+def test_workers_of_a_pool_have_one_plan_and_pools_their_own(recorded: dict[str, list[Any]]) -> None:
+    hashes = [rank["hashes"] for rank in recorded["plans"]]
     assert len(hashes[0]) >= 2
     assert hashes[0] == hashes[1]
     assert hashes[2] == hashes[3]
     assert not set(hashes[0]) & set(hashes[2])
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    calls = {
+        "one_step": (one_step, {"cases": as_arguments(ATTENTIONS)}),
+        "count": (fit_and_count, {"cases": as_arguments(COUNTED)}),
+        "plans": (fit_and_note_plans, {}),
+        "bad_heads": (fit_bad_heads, {}),
+    }
+    return run_in_turn(4, tmp_path_factory.mktemp("documents"), calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,45 +47,52 @@ BF16 = [
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
-def fit_all(cases: list[Case], folder: Any) -> dict[str, list[Any]]:
-    found = {}
-    for world_size in (2, 4):
-        mine = [case for case in cases if case.world_size == world_size]
-        ranks = run_ranks(fit_cases, world_size, folder.mktemp("flavours"), cases=as_arguments(mine), timeout=170)
-        found |= dict(zip(map(str, mine), zip(*ranks, strict=True), strict=True))
-    return found
+Recorded = Callable[[Case], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return fit_all([*FSDP2, *COMPILED, *BF16], tmp_path_factory)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """What each rank recorded of a case; those of as many ranks, with DeepSpeed or without, are trained at once."""
+    found: dict[str, list[Any]] = {}
+
+    def of(case: Case) -> list[Any]:
+        if str(case) not in found:
+            every = DEEPSPEED if case in DEEPSPEED else [*FSDP2, *COMPILED, *BF16]
+            cases = [each for each in every if each.world_size == case.world_size]
+            folder = tmp_path_factory.mktemp("flavours")
+            ranks = run_ranks(fit_cases, case.world_size, folder, cases=as_arguments(cases), timeout=170)
+            found.update(zip(map(str, cases), map(list, zip(*ranks, strict=True)), strict=True))
+        return found[str(case)]
+
+    return of
 
 
-@pytest.fixture(scope="module")
-def trained_by_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return fit_all(DEEPSPEED, tmp_path_factory)
+def by_world_size(cases: list[Case], full: int) -> Any:
+    """The cases as parameters, those of so many ranks in the long matrix."""
+    marked = [pytest.param(c, marks=pytest.mark.full if c.world_size == full else (), id=str(c)) for c in cases]
+    return pytest.mark.parametrize("case", marked)
 
 
-@pytest.mark.parametrize("case", FSDP2, ids=str)
-def test_fsdp2_has_the_gradients_and_weights_of_one_process(case: Case, trained: dict[str, list[Any]]) -> None:
-    check(case, trained[str(case)])
+@by_world_size(FSDP2, full=2)
+def test_fsdp2_has_the_gradients_and_weights_of_one_process(case: Case, trained: Recorded) -> None:
+    check(case, trained(case))
 
 
-@pytest.mark.parametrize("case", COMPILED, ids=str)
-def test_a_compiled_module_too(case: Case, trained: dict[str, list[Any]]) -> None:
-    check(case, trained[str(case)])
+@by_world_size(COMPILED, full=2)
+def test_a_compiled_module_too(case: Case, trained: Recorded) -> None:
+    check(case, trained(case))
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("case", DEEPSPEED, ids=str)
-def test_deepspeed_has_the_weights_of_one_process(case: Case, trained_by_deepspeed: dict[str, list[Any]]) -> None:
+@by_world_size(DEEPSPEED, full=4)
+def test_deepspeed_has_the_weights_of_one_process(case: Case, trained: Recorded) -> None:
     decoder = {name: value for name, value in case.decoder.items() if name != "dtype"}
-    check(case, trained_by_deepspeed[str(case)], tolerance=FLOAT32, expected_of=decoder)
+    check(case, trained(case), tolerance=FLOAT32, expected_of=decoder)
 
 
-@pytest.mark.parametrize("case", BF16, ids=str)
-def test_bf16_is_as_near_to_float64_as_one_process_in_bf16(case: Case, trained: dict[str, list[Any]]) -> None:
-    ranks = trained[str(case)]
+@by_world_size(BF16, full=2)
+def test_bf16_is_as_near_to_float64_as_one_process_in_bf16(case: Case, trained: Recorded) -> None:
+    ranks = trained(case)
     windows = windows_of(case, ranks, case.make_packs())
 
     def alone(dtype: str) -> Trained:

@@ -25,6 +25,7 @@ from tests.strategies.libra_runs import (
     decoder_of,
     fit_case,
     record_of,
+    run_in_turn,
     trainer_of,
     windows_of,
 )
@@ -72,8 +73,8 @@ def refused() -> list[str]:
     return said
 
 
-def test_degrees_that_do_not_fit_the_processes_are_refused_with_those_that_do(tmp_path: Path) -> None:
-    for rank in run_ranks(refused, 2, tmp_path):
+def test_degrees_that_do_not_fit_the_processes_are_refused_with_those_that_do(recorded: dict[str, list[Any]]) -> None:
+    for rank in recorded["refused"]:
         for said, (_, names) in zip(rank, REFUSED, strict=True):
             assert re.search(names, said), said
 
@@ -133,8 +134,8 @@ def fit_twice() -> Any:
     return {**record_of(module, trainer), "updates": len(module.gradients)}
 
 
-def test_one_process_trains_again_with_the_same_trainer_and_another(tmp_path: Path) -> None:
-    ranks = run_ranks(fit_twice, 2, tmp_path)
+def test_one_process_trains_again_with_the_same_trainer_and_another(recorded: dict[str, list[Any]]) -> None:
+    ranks = recorded["twice"]
     thrice = dataclasses.replace(AGAIN, epochs=3)
     windows = windows_of(thrice, ranks, AGAIN.make_packs())
     module: Decoder = DenseDecoder()
@@ -165,7 +166,13 @@ def fit_without_attention() -> str:
     return str(error.value)
 
 
-def test_a_module_that_attends_by_itself_is_refused(tmp_path: Path) -> None:
-    for rank, said in enumerate(run_ranks(fit_without_attention, 2, tmp_path)):
+def test_a_module_that_attends_by_itself_is_refused(recorded: dict[str, list[Any]]) -> None:
+    for rank, said in enumerate(recorded["without_attention"]):
         assert f"rank {rank}" in said
         assert "core_attention" in said
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    calls = {"refused": (refused, {}), "without_attention": (fit_without_attention, {}), "twice": (fit_twice, {})}
+    return run_in_turn(2, tmp_path_factory.mktemp("setup"), calls)
