@@ -118,10 +118,19 @@ class PackedLoader(TrainingLoader):
         )
 
     def __len__(self) -> int:
-        """Micro-batches of a replica in the epoch that is under way, or else comes next, as the trainer counts."""
-        if self._busy:
+        """Micro-batches of a replica in the epoch that is under way, or else comes next, as the trainer counts.
+
+        An epoch is under way until its last batch is trained on.
+        """
+        if self._busy or self.position.ending:
             return self._length
         return self._ahead(self._clock())
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        if self._beyond_limit(self._clock()):
+            self.position.skip_epoch()
+        return super().__iter__()
 
     @property
     @override
@@ -146,11 +155,14 @@ class PackedLoader(TrainingLoader):
     def _ahead(self, clock: TrainerClock) -> int:
         """Length of the pass that comes next."""
         first_step, done = self.position.ahead(carry_on=self._marks)
-        if clock.limit is not None and first_step >= clock.limit:
-            # The trainer ends the epoch there without asking for a batch.
-            self.position.skip_epoch()
+        if self._beyond_limit(clock):
             first_step = done = 0
         return first_step + steps_left(self._num_sequences, data_parallel=self._ranks()[1], done=done)
+
+    def _beyond_limit(self, clock: TrainerClock) -> bool:
+        """Whether the trainer ends the epoch where training stands, without asking for a batch."""
+        first_step, _ = self.position.ahead(carry_on=self._marks)
+        return clock.limit is not None and first_step >= clock.limit
 
     @override
     def _drawn(self, steps: Iterator[Step]) -> Iterator[Step]:
@@ -164,7 +176,7 @@ class PackedLoader(TrainingLoader):
     @override
     def _next_batch(self, steps: Iterator[Step]) -> Any:
         batch = super()._next_batch(steps)
-        if self._recent and self._recent[-1].batch_idx + 1 == self._end:
+        if self._marks and self._recent and self._recent[-1].batch_idx + 1 == self._end:
             self._busy = False  # a trainer that knows the length does not ask for the end
         return batch
 

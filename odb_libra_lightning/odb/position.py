@@ -69,6 +69,11 @@ class Position:
             return (self._next_step or 0) if carry_on else state["steps"], done
         return (self._next_step or 0) if carry_on else 0, self.samples_done if carry_on else 0
 
+    @property
+    def ending(self) -> bool:
+        """Whether the last pass has come to its end with batches that are not trained on yet."""
+        return self._ended and bool(self._given)
+
     def skip_epoch(self) -> None:
         """Begin the epoch after this one with the next pass."""
         self.restart(self._epoch + 1)

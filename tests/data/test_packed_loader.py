@@ -17,6 +17,7 @@ from odb_libra_lightning.data.packed_steps import SequencePlacement
 from odb_libra_lightning.data.token_files import TokenWriter
 from odb_libra_lightning.data.window_log import check_step_equivalence
 from odb_libra_lightning.odb.errors import ODBError
+from odb_libra_lightning.odb.training_loader import TrainerClock
 from tests.data.packed_documents import LONGEST, Numbered, documents_of
 
 SIZE, ROWS = 40, 64
@@ -190,6 +191,46 @@ def test_a_state_within_an_epoch_is_refused_by_another_order(changed: dict[str, 
     next(iter(first))
     with pytest.raises(ValueError, match=says):
         loader(**changed).load_state_dict(first.state_dict())
+
+
+def test_an_epoch_has_one_length_until_its_last_batch_is_trained_on() -> None:
+    """A run of two replicas goes on as one: its first epoch has another length than the next."""
+    begun = replicas(2, accumulation=2)
+    for number, _ in enumerate(zip(*begun, strict=True), 1):
+        if number == 4:
+            break
+    whole = len(loader())
+    rest = 4 + whole - 2 * 4
+    plain, followed = loader(accumulation=2), loader()
+    followed.follow(object(), lambda: TrainerClock(accumulation=2, next_step=4), epoch=0)
+    for each in (plain, followed):
+        each.load_state_dict(begun[0].state_dict())
+        lengths = []
+        for number, _ in enumerate(each, 4):
+            lengths.append(len(each))
+            each.mark_trained(number - 1)
+        assert lengths == [rest] * (rest - 4)
+        each.mark_trained(rest - 1)
+        assert len(each) == whole
+
+
+def test_asking_for_the_length_changes_nothing() -> None:
+    """Nor where the trainer has a smaller limit than where training stands, and so begins the next epoch."""
+    begun = loader()
+    for number, _ in enumerate(begun, 1):
+        if number == 5:
+            break
+    each = loader()
+    each.follow(object(), lambda: TrainerClock(limit=3, next_step=None), epoch=0)
+    each.load_state_dict(begun.state_dict())
+    before = each.state_dict()
+    assert len(each) == len(loader())
+    assert str(each.state_dict()) == str(before)
+    assert (before["epoch"], before["steps"]) == (0, 5)
+    pass_over = iter(each)
+    assert each.state_dict()["epoch"] == 1, "though the trainer asks for no batch"
+    next(pass_over)
+    assert (each.info.epoch, each.info.batch_idx) == (1, 0)
 
 
 def test_a_document_that_cannot_be_read_is_named(tmp_path: Path) -> None:
