@@ -35,8 +35,11 @@ def test_every_panel_of_the_dashboard_has_finite_data_with_samples_beside_it(qui
     events.Reload()
     losses = [event.value for event in events.Scalars("train/loss")]
     assert losses[-1] < losses[0]
-    for charts in PANELS.values():
+    for category, charts in PANELS.items():
         for key in charts.values():
+            if category == "Libra" or key.startswith("straggler/pool"):
+                assert key not in events.Tags()["scalars"]  # there are no pools
+                continue
             values = [event.value for event in events.Scalars(key)]
             # Of the number of steps there is no estimate before the second.
             assert len(values) == len(losses) - (key == "odb/steps_per_epoch"), key
