@@ -48,7 +48,8 @@ def _zero_gradients(loss: torch.Tensor) -> list[Any]:
 
 def _exchanges(node: Node) -> bool:
     """Whether a node takes gradients from other processes, or may: what a checkpoint recomputes is not seen."""
-    return getattr(node, "exchanges_gradients", False) or isinstance(node, CheckpointFunction._backward_cls)
+    is_checkpoint = isinstance(node, CheckpointFunction._backward_cls) or "Checkpoint" in type(node).__name__
+    return is_checkpoint or getattr(node, "exchanges_gradients", False)
 
 
 def _nodes_below(nodes: Iterable[Node | None]) -> set[Node]:

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from odb_libra_lightning.libra.active_attention import activate, deactivate
@@ -104,6 +105,7 @@ class ContextParallelStrategy(ParallelStrategy):
         super().__init__(**strategy)
         self.session: PoolSession | None = None  # the run's pools at work; None outside a run
         self._installed: huggingface.Installed | None = None
+        self._hooked: list[TrainingLoader] = []
         self._failed = False
 
     @property
@@ -152,17 +154,51 @@ class ContextParallelStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
+        self._check_replicas(loader)
         if isinstance(loader, TrainingLoader):
-            session = self._running_session()
-            loader.on_pass, loader.on_batch = session.begin_pass, session.announce
+            loader.on_pass, loader.on_batch = self._begin_pass, self._announce
+            self._hooked.append(loader)
         return loader
+
+    def _check_replicas(self, loader: object) -> None:
+        """Refuse a loader that takes each process for a replica: parts of its packs would be trained on by nobody."""
+        layout = self.rank_layout
+        expected = (layout.replica_of(self.global_rank), layout.num_replicas)
+        if isinstance(loader, TrainingLoader):
+            if loader.ranks != expected or loader.replica_size != layout.context_parallel:
+                raise ValueError(
+                    f"rank {self.global_rank}: the {type(loader).__name__} loads as rank {loader.ranks[0]} of "
+                    f"{loader.ranks[1]} with replica_size={loader.replica_size}: give it rank={expected[0]}, "
+                    f"world_size={expected[1]} and replica_size={layout.context_parallel}, or its data to a datamodule "
+                    "of odb_libra_lightning"
+                )
+            return
+        samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+        for sampler in samplers:
+            if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != expected:
+                raise ValueError(
+                    f"rank {self.global_rank}: the DataLoader's DistributedSampler is rank {sampler.rank} of "
+                    f"{sampler.num_replicas}: give it rank={expected[0]} and num_replicas={expected[1]}, or leave the "
+                    "sampler to the Trainer"
+                )
+
+    def _begin_pass(self) -> None:
+        if self._trains():
+            self._running_session().begin_pass()
+
+    def _announce(self, batch: Any) -> None:
+        if self._trains():
+            self._running_session().announce(batch)
+
+    def _trains(self) -> bool:
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer.training)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        training = bool(trainer.training)
-        shared = training and isinstance(trainer.train_dataloader, TrainingLoader)
+        training = self._trains()
+        shared = training and isinstance(self.lightning_module.trainer.train_dataloader, TrainingLoader)
         shard = self._running_session().take(batch, training=training, shared=shared)
         return super().batch_to_device(shard, device, dataloader_idx)
 
@@ -192,6 +228,9 @@ class ContextParallelStrategy(ParallelStrategy):
         if self._installed is not None:
             self._installed.restore()
             self._installed = None
+        for loader in self._hooked:
+            loader.on_pass = loader.on_batch = None
+        self._hooked.clear()
         if self.session is not None:
             deactivate(self.session)
             self.session.close(failed=self._failed)

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from odb_libra_lightning.baselines.attentions import ATTENTIONS
 from odb_libra_lightning.libra.attention import Remember
 from odb_libra_lightning.libra.kernel_interface import AttentionKernel
+from odb_libra_lightning.libra.kernels import KERNELS
 from odb_libra_lightning.libra.layout import Placement, PoolLayout, divisors_near
 from odb_libra_lightning.libra.process_groups import RankLayout
 from odb_libra_lightning.libra.sequence_placement import PLACEMENTS
@@ -41,7 +42,8 @@ class LibraOptions:
         remember: what backward does for rows of other workers, see `libra_attention`.
         causal_shift: whether the module's loss shifts `labels` by one, as language models do.
         ignore_index: label that bears no loss.
-        pool_timeout: seconds that processes of a pool wait for one another, at set-up and in each transfer.
+        pool_timeout: seconds that processes of a pool wait for one another, at set-up and in each transfer. On NCCL the
+            watchdog ends the process after it.
 
     Raises:
         ValueError: a value that cannot work.
@@ -80,7 +82,12 @@ class LibraOptions:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
         if isinstance(self.tau, bool | str) or not 0 <= self.tau < float("inf"):
             raise ValueError(f"tau={self.tau!r}: the share above the mean load is a finite number of at least 0")
-        if isinstance(self.pool_timeout, bool) or not 0 < self.pool_timeout < float("inf"):
+        if isinstance(self.kernel, str) and self.kernel not in KERNELS:
+            raise ValueError(f"kernel={self.kernel!r}: choose one of {', '.join(sorted(KERNELS))}, or None")
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise ValueError(f"ignore_index={self.ignore_index!r}: expected a whole number")
+        seconds = self.pool_timeout if isinstance(self.pool_timeout, int | float) else 0
+        if isinstance(seconds, bool) or not 0 < seconds < float("inf"):
             raise ValueError(f"pool_timeout={self.pool_timeout!r}: expected seconds, more than 0")
         if self.remember != "keep" and not self.follows_plan:
             raise ValueError(f"remember={self.remember!r} is for attention='libra' or 'distca', not {self.attention!r}")

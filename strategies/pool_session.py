@@ -18,21 +18,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from odb_libra_lightning.baselines.attentions import attention_for
+from odb_libra_lightning.libra.attention import computed_dtype
 from odb_libra_lightning.libra.kernel_interface import AttentionKernel
 from odb_libra_lightning.libra.kernel_times import KernelTimes, timed
 from odb_libra_lightning.libra.kernels import kernel_for
 from odb_libra_lightning.libra.layout import PoolLayout
 from odb_libra_lightning.libra.load import attention_load
 from odb_libra_lightning.libra.packs import Pack, Shard, read_pack, shard_pack
-from odb_libra_lightning.libra.planner import Planner, PoolLengths, make_plan
+from odb_libra_lightning.libra.planner import PoolLengths, make_plan
 from odb_libra_lightning.libra.prepared_plan import PreparedPlan
 from odb_libra_lightning.libra.process_groups import PoolGroups, RankLayout, new_pool_groups
 from odb_libra_lightning.strategies.libra_options import LibraOptions
 from odb_libra_lightning.strategies.micro_batch_facts import MicroBatchFacts
-from odb_libra_lightning.strategies.pool_lengths import PoolLengthExchange
+from odb_libra_lightning.strategies.plans_ahead import PlansAhead
 
-# Plans that are made ahead. A loader and the trainer's fetcher each draw a batch ahead; more would wait for nothing.
-_PLANS_AHEAD = 4
 _FACTS_KEPT = 4096
 
 
@@ -88,16 +87,19 @@ class PoolSession:
         self._replica_control = _control_group(replicas, self.rank, limit)
         self._layouts: dict[tuple[int, int, int, int, int | None], PoolLayout] = {}
         self._kernel = kernel_for(self.device, self.options.kernel)
-        self._announced: deque[Pack] = deque()
+        self._plans = PlansAhead(
+            layout, self.rank, self._pool_control, device=None if self.device.type == "cpu" else self.device
+        )
         self._trained = 0  # micro-batches
-        self._lengths: PoolLengthExchange | None = None
-        self._planner: Planner | None = None
+        self._unsettled: deque[KernelTimes] = deque()
         self._current: _MicroBatch | None = None
 
     @property
     def loss_share(self) -> float:
         """Factor for the local loss of the current micro-batch, see `Shard`."""
-        return 1.0 if self._current is None else self._current.shard.loss_share
+        return (
+            1.0 if self._current is None or self._current.shard.loss_share is None else self._current.shard.loss_share
+        )
 
     @property
     def attended(self) -> bool:
@@ -105,18 +107,12 @@ class PoolSession:
         return self._current is not None and self._current.attended
 
     def begin_pass(self) -> None:
-        """A loader begins anew: what it gave out before and nobody trained on is forgotten, on all ranks alike."""
-        for _ in range(len(self._announced)):
-            self._announced.popleft()
-            self._running_planner().next_plan()
+        """A loader begins anew, see `PlansAhead.begin_pass`."""
+        self._plans.begin_pass()
 
     def announce(self, batch: Any) -> None:
         """A training batch is drawn, and will be taken after those announced before: its plan can be made."""
-        pack = read_pack(batch)
-        self._running_planner()
-        assert self._lengths is not None
-        self._announced.append(pack)
-        self._lengths.put(pack.documents)
+        self._plans.announce(read_pack(batch))
 
     def take(self, batch: Any, *, training: bool, shared: bool) -> dict[str, Any]:
         """This process's shard of a batch, which is computed on from now on.
@@ -142,7 +138,7 @@ class PoolSession:
             causal_shift=self.options.causal_shift,
             ignore_index=self.options.ignore_index,
         )
-        self._current = self._to_train(batch, pack, shard) if training else self._to_evaluate(pack, shard)
+        self._current = self._to_train(pack, shard) if training else self._to_evaluate(pack, shard)
         return shard.batch
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float | None) -> Tensor:
@@ -187,31 +183,26 @@ class PoolSession:
             failed: another process may be gone: its groups are left to the end of this one where closing would wait.
         """
         self._current = None
-        if self._lengths is not None and self._planner is not None:
-            self._lengths.close()
-            self._planner.close()
-            self._lengths = self._planner = None
-        if not (failed and self.device.type == "cuda"):
-            self._training_groups.close()
+        self._plans.close()
+        # These first: a thread that still waits in one is free then, and holds up nothing below.
         for group in (self._pool_control, self._replica_control):
             if group is not None:
                 dist.destroy_process_group(group)
         self._pool_control = self._replica_control = None
+        if not (failed and self.device.type == "cuda"):
+            self._training_groups.close()
 
-    def _to_train(self, batch: Any, pack: Pack, shard: Shard) -> _MicroBatch:
-        if not self._announced:
-            self.announce(batch)
-        if self._announced[0] != pack:
-            raise RuntimeError(
-                f"rank {self.rank}: the batch has other documents than the loader gave out for this step "
-                f"({len(pack.documents)} of {pack.tokens} tokens, announced {len(self._announced[0].documents)} of "
-                f"{self._announced[0].tokens}): leave position_ids and cu_seqlens alone in on_before_batch_transfer"
+    def _to_train(self, pack: Pack, shard: Shard) -> _MicroBatch:
+        if shard.loss_share is None:
+            raise ValueError(
+                f"rank {self.rank}: the batch has no labels, so nobody knows how many rows of each process bear loss: "
+                "give it labels [1, tokens], those of the last rows included, and have the loss be the mean over them"
             )
-        planned = self._running_planner().next_plan()
-        self._announced.popleft()
-        if self.facts:
-            self.facts[-1].kernel.settle()  # gives its marks back, whether or not somebody reads them
+        planned = self._plans.take(pack)
+        while self._unsettled and self._unsettled[0].settle():  # gives its marks back, whether or not they are read
+            self._unsettled.popleft()
         times = KernelTimes()
+        self._unsettled.append(times)
         return _MicroBatch(
             shard=shard,
             groups=self._training_groups,
@@ -234,20 +225,8 @@ class PoolSession:
             kernel=self._kernel,
         )
 
-    def _running_planner(self) -> Planner:
-        if self._planner is None:
-            self._lengths = PoolLengthExchange(self.layout, self.rank, self._pool_control)
-            self._planner = Planner(
-                list(self._layouts.values()),
-                self.layout.worker_of(self.rank),
-                lengths=self._lengths,
-                depth=_PLANS_AHEAD,
-                device=self.device if self.device.type != "cpu" else None,
-            )
-        return self._planner
-
     def _pool_layout(self, q: Tensor, k: Tensor, window: int | None) -> PoolLayout:
-        heads = (q.shape[1], k.shape[1], q.shape[2], q.element_size(), window)
+        heads = (q.shape[1], k.shape[1], q.shape[2], computed_dtype(q).itemsize, window)
         if heads not in self._layouts:
             num_heads, num_kv_heads, head_dim, element_bytes, _ = heads
             self._layouts[heads] = self.options.pool_layout(
@@ -257,8 +236,7 @@ class PoolSession:
                 bytes_per_element=element_bytes,
                 window=window,
             )
-            if self._planner is not None:
-                self._planner.expect(self._layouts[heads])
+            self._plans.expect([self._layouts[heads]])
         return self._layouts[heads]
 
     def _plan(self, current: _MicroBatch, layout: PoolLayout) -> PreparedPlan:

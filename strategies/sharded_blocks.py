@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Iterator
 
 import lightning as L
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def shard_blocks(module: L.LightningModule) -> None:
     """Shard a module over all processes: each of its transformer blocks, then each of its submodules as a whole.
 
     Blocks are what transformers says may not be split, else the elements of every `ModuleList` whose elements are of
-    one class. Called again, as Lightning does for every stage, it changes nothing.
+    one class. Under `bf16-mixed` they are gathered in bf16 and reduced in float32. Called again, as Lightning does for
+    every stage, it changes nothing.
 
     Args:
         module: a LightningModule whose parameters all lie in submodules, and whose forward pass calls these.
@@ -37,11 +39,11 @@ def shard_blocks(module: L.LightningModule) -> None:
         raise ValueError(f"{shared[0]} belongs to several submodules, which FSDP2 would shard apart: {remedy}")
     mesh = module.device_mesh
     assert mesh is not None
+    policy = _policy(module)
     for unit in units:
-        for block in _blocks(unit):
-            fully_shard(block, mesh=mesh["data_parallel"])
-        if any(True for _ in unit.parameters()):
-            fully_shard(unit, mesh=mesh["data_parallel"])
+        for part in (*_blocks(unit), unit):
+            if any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh["data_parallel"], mp_policy=policy)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
@@ -54,8 +56,28 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _blocks(unit: nn.Module) -> list[nn.Module]:
+    """The outermost blocks of a unit; lists within a block, as of experts, are a part of it."""
     named = {name for part in unit.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    if named:
-        return [part for part in unit.modules() if type(part).__name__ in named and part is not unit]
-    lists = [part for part in unit.modules() if isinstance(part, nn.ModuleList)]
-    return [block for blocks in lists if len({type(block) for block in blocks}) == 1 for block in blocks]
+    found: list[nn.Module] = []
+
+    def search(part: nn.Module) -> None:
+        for child in part.children():
+            if type(child).__name__ in named:
+                found.append(child)
+            elif not named and isinstance(child, nn.ModuleList) and len({type(block) for block in child}) == 1:
+                found.extend(child)
+            else:
+                search(child)
+
+    search(unit)
+    return found
+
+
+def _policy(module: L.LightningModule) -> MixedPrecisionPolicy:
+    """Under `bf16-mixed` parameters are gathered in bf16.
+
+    Autocast alone would gather them in float32, and keep its own copy of every weight until the end of the step.
+    """
+    if module._trainer is not None and module.trainer.precision == "bf16-mixed":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()

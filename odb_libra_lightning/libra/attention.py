@@ -98,7 +98,7 @@ def _attend(
             "transport=new_pool_groups(context_parallel=..., pool_size=...).pool"
         )
     prepared = plan if isinstance(plan, PreparedPlan) else prepare_plan(plan, transport.rank)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = (each.to(computed_dtype(each)) for each in (q, k, v))
     _check(q, k, v, prepared, transport)
     if remember not in get_args(Remember):
         raise ValueError(f"remember={remember!r}: choose one of {', '.join(get_args(Remember))}")
@@ -114,15 +114,13 @@ def _attend(
     return out
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """As autocast does for `scaled_dot_product_attention`: to its dtype, float64 as it is."""
-    device = tensors[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return [
-            each.to(dtype) if each.is_floating_point() and each.dtype != torch.float64 else each for each in tensors
-        ]
-    return list(tensors)
+def computed_dtype(tensor: Tensor) -> torch.dtype:
+    """What a tensor is cast to here: under autocast as for `scaled_dot_product_attention`, float64 as it is."""
+    device = tensor.device.type
+    cast = tensor.is_floating_point() and tensor.dtype != torch.float64
+    if cast and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
 
 
 class _Attention(torch.autograd.Function):

@@ -46,11 +46,16 @@ class KernelTimes:
         if len(self._calls) > _CALLS_KEPT:
             self.settle()
 
-    def settle(self) -> None:
-        """Add up the calls that the device is through with and give their marks back; nothing is waited for."""
+    def settle(self) -> bool:
+        """Add up the calls that the device is through with and give their marks back; nothing is waited for.
+
+        Returns:
+            Whether these are all calls so far.
+        """
         while self._calls and self._calls[0][1].passed:
             begin, end = self._calls.popleft()
             self._seconds += begin.seconds_to(end)
+        return not self._calls
 
     def seconds(self) -> float:
         """Seconds of all calls so far; waits for the device to finish them."""

@@ -190,14 +190,22 @@ def check_degrees(
     Raises:
         ValueError: a degree that does not fit the others; the sentence says which would.
     """
-    for name, value in (
-        ("sequence_length", sequence_length),
-        ("global_batch", global_batch),
-        ("data_parallel", data_parallel),
-        ("pool_size", pool_size),
-        ("context_parallel", context_parallel),
-        ("block_size", block_size),
-    ):
+    check_replicas(global_batch=global_batch, data_parallel=data_parallel, pool_size=pool_size)
+    check_homes(sequence_length=sequence_length, context_parallel=context_parallel, block_size=block_size)
+
+
+def check_replicas(*, global_batch: int, data_parallel: int, pool_size: int) -> None:
+    """Check that replicas make whole pools, and that a step's packed sequences can be dealt evenly to them.
+
+    Args:
+        global_batch: packed sequences of an optimizer step, `GBS`.
+        data_parallel: replicas, `DP`.
+        pool_size: replicas of a pool, `P`.
+
+    Raises:
+        ValueError: a number that does not fit the others; the sentence says which would.
+    """
+    for name, value in (("global_batch", global_batch), ("data_parallel", data_parallel), ("pool_size", pool_size)):
         checked_count(name, value)
     if data_parallel % pool_size:
         raise ValueError(
@@ -211,6 +219,25 @@ def check_degrees(
             f"global_batch={global_batch} packed sequences a step cannot be dealt evenly to data_parallel="
             f"{data_parallel} replicas; {_words(fits)} would fit"
         )
+
+
+def check_homes(*, sequence_length: int, context_parallel: int, block_size: int) -> None:
+    """Check that the workers of a replica are home to equally many rows each, and these to whole blocks.
+
+    Args:
+        sequence_length: rows of a packed sequence, `L`.
+        context_parallel: workers of a replica, `CP`.
+        block_size: rows of a block at the most, `B`.
+
+    Raises:
+        ValueError: a number that does not fit the others; the sentence says which would.
+    """
+    for name, value in (
+        ("sequence_length", sequence_length),
+        ("context_parallel", context_parallel),
+        ("block_size", block_size),
+    ):
+        checked_count(name, value)
     if sequence_length % context_parallel:
         raise ValueError(
             f"context_parallel={context_parallel} does not divide sequence_length={sequence_length}; "

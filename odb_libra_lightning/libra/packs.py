@@ -3,7 +3,8 @@
 Labels are shifted before the pack is cut, so that the label behind a shard's last row is not lost. In the shard they
 stand one row further to the right again, behind every row the next token, as in any batch: a module that shifts them
 itself trains on a shard unedited. That takes one row more than the process has of the pack, the *blank row*: it belongs
-to no document, bears no label, and what is computed on it reaches nothing. Source: Libra (arXiv:2607.23250), section 4.
+to no document, bears no label, and what is computed on it reaches no other row and no loss that labels decide. Source:
+Libra (arXiv:2607.23250), section 4.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class Shard:
         tokens: its rows of documents.
         blank_rows: 1, or 0 where the replica is one process.
         loss_share: factor for the mean over its labels, after which the average over the replica's processes is the
-            mean over the pack's.
+            mean over the pack's. None where the pack has no labels, and is cut.
     """
 
     batch: dict[str, Any]
     tokens: int
     blank_rows: int
-    loss_share: float
+    loss_share: float | None
 
 
 def read_pack(batch: Any) -> Pack:
@@ -89,6 +90,12 @@ def read_pack(batch: Any) -> Pack:
             "[1, tokens]; collate samples into one with PackingCollator, or use batch_size=1"
         )
     rows = batch[name].shape[1]
+    for labels in _LABELS:
+        if isinstance(batch.get(labels), Tensor) and batch[labels].shape[:2] != (1, rows):
+            raise ValueError(
+                f"{labels} are {list(batch[labels].shape)}, and {name} has {rows} rows: context parallelism needs a "
+                f"label for each row, [1, {rows}], with -100 where there is none"
+            )
     tokens = _unpadded(batch.get("attention_mask"), rows)
     return Pack(documents=_documents(batch, tokens, rows), rows=rows)
 
@@ -187,13 +194,16 @@ def shard_pack(
             cut[name] = rows if alone else torch.cat([rows, value[:, last : last + 1]], dim=1)
         if isinstance(value, Tensor) and value.is_pinned():
             cut[name] = cut[name].pin_memory()
-    if counted is None:  # of a loss that is a mean over rows
-        in_pack, in_shard = pack.tokens, len(home)
+    share: float | None = 1.0
+    if not alone:
+        share = None if counted is None else context_parallel * in_shard / max(in_pack, 1)
+    elif counted is not None and not in_pack:
+        share = 0.0  # the loss is 0/0
     return Shard(
         batch=cut,
         tokens=len(home),
         blank_rows=0 if alone else 1,
-        loss_share=context_parallel * in_shard / in_pack if in_pack else 0.0,
+        loss_share=share,
     )
 
 

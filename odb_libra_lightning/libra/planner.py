@@ -273,6 +273,8 @@ def _plan_ahead(shared: _Shared, source: Iterable[PoolLengths], maker: _Maker) -
     """The thread: plans until the lengths end, an error, or closing."""
     made: _Made | BaseException
     try:
+        if maker.device is not None and maker.device.type == "cuda":
+            torch.cuda.set_device(maker.device)  # of this thread: on leaving a stream it would open GPU 0
         for lengths in source:
             made = maker.make(lengths)
             with shared.changed:

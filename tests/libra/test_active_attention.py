@@ -56,6 +56,18 @@ def test_without_positions_a_row_of_the_batch_is_a_document() -> None:
     )
 
 
+def test_positions_that_change_are_read_again() -> None:
+    q, positions = torch.randn(1, 6, 2, 8), torch.tensor([[0, 1, 2, 3, 4, 5]])
+    for documents in ([6], [4, 2], [2, 4]):
+        positions.copy_(torch.tensor([[at for length in documents for at in range(length)]]))
+        for _ in range(2):
+            out = core_attention(q, q, q, position_ids=positions)
+            torch.testing.assert_close(out, dense(q, q, q, [documents], None, None))
+    with torch.inference_mode():
+        fixed = torch.tensor([[0, 1, 0, 1, 0, 1]])
+        torch.testing.assert_close(core_attention(q, q, q, position_ids=fixed), dense(q, q, q, [[2, 2, 2]], None, None))
+
+
 def test_no_rows_give_no_rows() -> None:
     q = torch.randn(1, 0, 2, 8, requires_grad=True)
     out = core_attention(q, q, q)

@@ -59,7 +59,7 @@ def test_every_row_and_label_is_on_one_process(documents: list[int], processes: 
     ]
     assert predictions == expected
     for count, share in shares:
-        assert share == (processes * count / len(expected) if expected else 0.0)
+        assert share == (processes * count / len(expected) if expected else 0.0)  # of no labels, 0 on one process too
 
 
 @pytest.mark.parametrize("key", ["labels", "shift_labels"])
@@ -83,10 +83,11 @@ def test_shifted_labels_are_the_ones_that_count() -> None:
     assert shares == [2.0, 0.0]
 
 
-def test_a_pack_without_labels_counts_its_rows() -> None:
+def test_nobody_knows_the_shares_of_a_pack_without_labels() -> None:
     batch = {"input_ids": torch.arange(5)[None]}
-    shares = [shard_pack(batch, read_pack(batch), context_parallel=2, cp_rank=rank).loss_share for rank in range(2)]
-    assert shares == [2 * 2 / 5, 2 * 3 / 5]
+    pack = read_pack(batch)
+    assert [shard_pack(batch, pack, context_parallel=2, cp_rank=rank).loss_share for rank in range(2)] == [None, None]
+    assert shard_pack(batch, pack, context_parallel=1, cp_rank=0).loss_share == 1.0
 
 
 def test_positions_are_added_and_other_tensors_cut_or_kept() -> None:
@@ -140,6 +141,8 @@ IDS = torch.arange(4)[None]
         ({"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 5, 6]])}, "position_ids have 5 at row 2"),
         ({"input_ids": IDS, "position_ids": torch.zeros(3, 1, 4)}, r"position_ids are \[3, 1, 4\]"),
         ({"input_ids": IDS, "cu_seqlens": torch.tensor([0, 2, 5])}, r"cu_seqlens \[0, 2, 5\] does not rise from 0"),
+        ({"input_ids": IDS, "labels": torch.tensor([3])}, r"labels are \[1\], and input_ids has 4 rows: .*\[1, 4\]"),
+        ({"input_ids": IDS, "shift_labels": torch.ones(1, 3)}, r"shift_labels are \[1, 3\], and input_ids has 4 rows"),
         ({"input_ids": IDS, "cu_seqlens": torch.tensor([1, 4])}, "does not rise from 0"),
     ],
 )

@@ -47,11 +47,25 @@ def test_a_factor_multiplies_every_gradient(factor: float) -> None:
     assert weight.grad.tolist() == [1.0, 2.0, 0.0]
 
 
-@pytest.mark.parametrize("kind", ["bare", "reentrant", "not reentrant"])
+class OtherCheckpointFunction(torch.autograd.Function):
+    """A checkpoint of another library: what it recomputes cannot be seen from outside."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + 1
+
+
+@pytest.mark.parametrize("kind", ["bare", "reentrant", "not reentrant", "of another library"])
 def test_factor_zero_keeps_what_others_send(kind: str) -> None:
     weight = torch.tensor([1.0, 2.0], requires_grad=True)
     residual = weight * 3  # goes round the exchange, as a residual stream does
-    if kind == "bare":
+    if kind == "of another library":
+        exchanged = OtherCheckpointFunction.apply(residual)  # type: ignore[no-untyped-call]
+    elif kind == "bare":
         exchanged = FromOthers.apply(residual)  # type: ignore[no-untyped-call]
     else:
         exchanged = checkpoint(FromOthers.apply, residual, use_reentrant=kind == "reentrant")

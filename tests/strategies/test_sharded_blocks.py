@@ -7,12 +7,16 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
 
+from odb_libra_lightning.libra.active_attention import core_attention
 from odb_libra_lightning.strategies.sharded_blocks import shard_blocks
 from tests.launch import run_ranks
+from tests.modules import quiet_trainer
 from tests.strategies.libra_runs import Case, CoreDecoder, check, fit_case
 
 CASE = Case(flavour="fsdp2", dp=1, cp=2, count=4, accumulate=2, clip=0.2)
@@ -32,6 +36,54 @@ def test_blocks_are_sharded_and_the_weights_are_those_of_one_process(tmp_path: P
     for rank in ranks:
         assert rank["units"] == sorted(["embedding", "head", *(f"layers.{layer}" for layer in range(layers))])
         assert not rank["overridden"]  # the module is as it was
+
+
+class Experts(nn.Module):
+    """A block with a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[0](x) + self.experts[1](x)
+
+
+class Nested(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"blocks": nn.ModuleList([Experts(), Experts()])}))
+        self.dtypes: list[str] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        x = batch["x"]
+        for block in self.model[1]["blocks"]:  # type: ignore[index]
+            x = block(x)
+        self.dtypes.append(str(x.dtype))
+        core_attention(x[..., None], x[..., None], x[..., None])
+        return x.float().square().mean() + 0 * core_attention(x[..., None], x[..., None], x[..., None]).float().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def units_of_nested_blocks(precision: Any) -> dict[str, Any]:
+    from odb_libra_lightning.strategies import LibraFSDPStrategy
+
+    module = Nested()
+    trainer = quiet_trainer(devices=2, strategy=LibraFSDPStrategy(), max_steps=1, precision=precision)
+    data = [{"x": torch.randn(4, 4), "input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(2)]
+    trainer.fit(module, DataLoader(data, batch_size=1))
+    units = sorted(name for name, part in module.named_modules() if isinstance(part, FSDPModule))
+    return {"units": units, "dtypes": module.dtypes, "kept": str(next(module.parameters()).dtype)}
+
+
+@pytest.mark.parametrize(("precision", "computed"), [("32-true", "torch.float32"), ("bf16-mixed", "torch.bfloat16")])
+def test_lists_within_a_block_are_a_part_of_it(precision: str, computed: str, tmp_path: Path) -> None:
+    for rank in run_ranks(units_of_nested_blocks, 2, tmp_path, precision=precision):
+        assert rank["units"] == ["model", "model.1.blocks.0", "model.1.blocks.1"]
+        assert rank["dtypes"] == [computed]
+        assert rank["kept"] == "torch.float32"
 
 
 class OwnParameter(L.LightningModule):
