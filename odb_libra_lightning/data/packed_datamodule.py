@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
+from odb_libra_lightning.data.collators import IGNORED
 from odb_libra_lightning.data.documents import Documents, open_documents
 from odb_libra_lightning.data.packed_evaluation import PackEvaluation, even_out
 from odb_libra_lightning.data.packed_loader import PackedLoader
@@ -18,8 +19,10 @@ from odb_libra_lightning.data.packed_steps import SequencePlacement
 from odb_libra_lightning.data.packed_windows import STAND_IN_LENGTH, Packing, pack_epoch
 from odb_libra_lightning.data.packs import PackDataset
 from odb_libra_lightning.data.training_datamodule import TrainingDataModule, average_exactly, data_parallel_rank
-from odb_libra_lightning.libra.layout import check_degrees
+from odb_libra_lightning.libra.layout import check_homes, check_replicas
 from odb_libra_lightning.libra.whole_numbers import checked_count
+from odb_libra_lightning.strategies.libra import ContextParallelStrategy
+from odb_libra_lightning.strategies.libra_options import LibraOptions
 
 
 class PackedDataModule(TrainingDataModule[PackedLoader]):
@@ -49,7 +52,7 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
         timeout: seconds to wait for a worker, and for the other processes of a replica.
 
     Raises:
-        ValueError: if a setting cannot work; when training begins, degrees of the strategy that do not fit.
+        ValueError: if a setting cannot work; when a run begins, options of the strategy that do not fit.
     """
 
     _name = "PackedDataModule"
@@ -90,6 +93,11 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
             self.val_dataloader = partial(self._evaluation_loader, val_documents)  # type: ignore[method-assign]
 
     @override
+    def setup(self, stage: str) -> None:
+        if self.trainer is not None and isinstance(self.trainer.strategy, ContextParallelStrategy):
+            _check_labels(self.trainer.strategy.options)
+
+    @override
     def train_dataloader(self) -> PackedLoader:
         settings: dict[str, Any] = {
             **self._order,
@@ -116,18 +124,19 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
         return self._take(loader, trainer)
 
     def _check_degrees(self, trainer: L.Trainer, data_parallel: int, placement: SequencePlacement) -> None:
-        options = getattr(trainer.strategy, "options", None)
-        block_size = getattr(options, "block_size", None)
-        context_parallel = trainer.world_size // data_parallel
-        # Homes of unequal size are no fault; a block that a person chose and that does not fit them is.
-        check_degrees(
-            sequence_length=self._sequence_length if block_size else context_parallel,
+        check_replicas(
             global_batch=data_parallel * trainer.accumulate_grad_batches,
             data_parallel=data_parallel,
             pool_size=placement.pool_size,
-            context_parallel=context_parallel,
-            block_size=block_size or 1,
         )
+        strategy = trainer.strategy
+        # Homes of unequal size are no fault; a block that a person chose and that does not fit them is.
+        if isinstance(strategy, ContextParallelStrategy) and strategy.options.block_size is not None:
+            check_homes(
+                sequence_length=self._sequence_length,
+                context_parallel=strategy.rank_layout.context_parallel,
+                block_size=strategy.options.block_size,
+            )
 
     def _documents(self, given: Any) -> Documents:
         if id(given) not in self._opened:
@@ -152,13 +161,30 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
         )
 
 
+def _check_labels(options: LibraOptions) -> None:
+    """Refuse a loss that the labels of a pack are not made for: they are its ids, and -100 where none is."""
+    if not options.causal_shift:
+        raise ValueError(
+            "causal_shift=False does not fit PackedDataModule, whose labels are the ids themselves, for a loss that "
+            "shifts them by one: leave out causal_shift and have the module shift, or give the strategy a loader of "
+            "your own whose labels are shifted"
+        )
+    if options.ignore_index != IGNORED:
+        raise ValueError(
+            f"ignore_index={options.ignore_index} does not fit PackedDataModule, whose labels without loss are "
+            f"{IGNORED}: leave out ignore_index, and have the module's loss ignore {IGNORED}"
+        )
+
+
 def _placement(trainer: L.Trainer) -> SequencePlacement:
     """How the trainer's strategy wants the sequences of an optimizer step; as they come where it has no pools."""
-    layout = getattr(trainer.strategy, "rank_layout", None)
-    options = getattr(trainer.strategy, "options", None)
-    if layout is None or options is None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, ContextParallelStrategy):
         return SequencePlacement()
-    return SequencePlacement(pool_size=layout.pool_size, method=options.sequence_placement, refine=options.refine)
+    options = strategy.options
+    return SequencePlacement(
+        pool_size=strategy.rank_layout.pool_size, method=options.sequence_placement, refine=options.refine
+    )
 
 
 def _open_with_progress(given: Any) -> Documents:

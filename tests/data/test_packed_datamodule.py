@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 
 from odb_libra_lightning import PackedDataModule
 from odb_libra_lightning.callbacks import RunSummary, SampleProgressBar, TokenLossScaling
@@ -20,6 +23,7 @@ from odb_libra_lightning.callbacks.loader_access import batch_info
 from odb_libra_lightning.data.documents import open_documents
 from odb_libra_lightning.data.packed_loader import PackedLoader
 from odb_libra_lightning.data.window_log import check_step_equivalence
+from odb_libra_lightning.strategies import LibraStrategy
 from tests.data.packed_documents import Numbered, SmallIds
 from tests.launch import run_ranks, start_ranks
 from tests.modules import BigramModel, quiet_trainer
@@ -253,6 +257,53 @@ def test_a_fault_of_the_leader_stops_its_followers_with_its_text(num_workers: in
 def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         PackedDataModule(Numbered(3), **{"sequence_length": ROWS, **settings})
+
+
+OF_STRATEGY: list[tuple[dict[str, Any], str]] = [
+    ({"causal_shift": False}, r"causal_shift=False does not fit PackedDataModule"),
+    ({"ignore_index": 0}, r"ignore_index=0 does not fit PackedDataModule, whose labels without loss are -100"),
+    ({"block_size": 24}, r"block_size=24 does not divide the 64 rows .* 1, 2, 4, 8, 16, 32 or 64 would fit"),
+]
+
+
+class NeverTrains(BigramModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise AssertionError("training began")
+
+    validation_step = training_step
+
+
+def refused_by_the_data() -> Any:
+    said = []
+    for options, _ in OF_STRATEGY:
+        data = PackedDataModule(SmallIds(SIZE), ROWS, val_documents=SmallIds(3), num_workers=0)
+        runs = ["fit"] if "block_size" in options else ["fit", "validate"]
+        for run in runs:
+            trainer = quiet_trainer(devices=1, strategy=LibraStrategy(**options))
+            with pytest.raises(ValueError, match=r".") as error:
+                getattr(trainer, run)(NeverTrains(), datamodule=data)
+            said.append(str(error.value))
+    return said
+
+
+def test_options_of_the_strategy_that_do_not_fit_the_packs_are_refused(tmp_path: Path) -> None:
+    fits, ignores, blocks = (says for _, says in OF_STRATEGY)
+    (said,) = run_ranks(refused_by_the_data, 1, tmp_path)
+    for sentence, says in zip(said, [fits, fits, ignores, ignores, blocks], strict=True):
+        assert re.search(says, sentence), sentence
+
+
+def test_only_a_strategy_of_ours_is_asked_for_its_options() -> None:
+    """Another may have options of its own by the same names."""
+
+    class HasOptions(DDPStrategy):
+        options = SimpleNamespace(block_size=24, causal_shift=False, sequence_placement="vrsp", refine=True)
+        rank_layout = SimpleNamespace(pool_size=5, context_parallel=1)
+
+    data = PackedDataModule(SmallIds(SIZE), ROWS, num_workers=0)
+    data.trainer = quiet_trainer(devices=1, strategy=HasOptions(parallel_devices=[torch.device("cpu")]))
+    data.setup("fit")
+    assert len(data.train_dataloader()) == len(PackedLoader(open_documents(SmallIds(SIZE)), ROWS))
 
 
 def test_the_log_is_of_what_was_trained_on(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from odb_libra_lightning.libra.layout import check_degrees
+from odb_libra_lightning.libra.layout import check_degrees, check_homes, check_replicas
 from odb_libra_lightning.libra.pool_plan import PoolPlan, plan_pool
 
 SETTINGS: dict[str, Any] = {
@@ -139,3 +139,14 @@ def test_degrees_that_do_not_fit_are_told_the_nearest_that_do(changed: dict[str,
     check_degrees(**DEGREES)
     with pytest.raises(ValueError, match=f"^{says}"):
         check_degrees(**{**DEGREES, **changed})
+
+
+def test_degrees_of_replicas_and_of_their_workers_are_checked_apart():
+    """A run whose blocks are cut to its homes asks the first alone, of an odd sequence length too."""
+    replicas, homes = ("global_batch", "data_parallel", "pool_size"), ("sequence_length", "context_parallel")
+    check_replicas(**{name: DEGREES[name] for name in replicas})
+    check_homes(**{name: DEGREES[name] for name in homes}, block_size=8192)
+    with pytest.raises(ValueError, match=r"^pool_size=5 does not divide data_parallel=16"):
+        check_replicas(global_batch=128, data_parallel=16, pool_size=5)
+    with pytest.raises(ValueError, match=r"^context_parallel=2 does not divide sequence_length=63"):
+        check_homes(sequence_length=63, context_parallel=2, block_size=1)
