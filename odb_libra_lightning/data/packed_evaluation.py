@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -28,32 +32,46 @@ def even_out(packed: PackedSequences, replicas: int) -> PackedSequences:
     Raises:
         ValueError: fewer tokens than would give each replica a pack of two.
     """
-    cu, document, offset, length = (
-        values.tolist() for values in (packed.cu_pieces, packed.document, packed.offset, packed.length)
+    missing = -len(packed) % replicas
+    tokens = np.append(0, np.cumsum(packed.length)).tolist()  # before each piece
+    cuts = packed.cu_pieces.tolist()
+    # The heaviest pack first, of equal ones the first.
+    packs = [(tokens[first] - tokens[stop], first, stop) for first, stop in pairwise(cuts) if stop - first > 1]
+    heapify(packs)
+    while missing and packs:
+        _, first, stop = heappop(packs)
+        middle = (first + stop) // 2
+        cuts.append(middle)
+        for begin, end in ((first, middle), (middle, stop)):
+            if end - begin > 1:
+                heappush(packs, (tokens[begin] - tokens[end], begin, end))
+        missing -= 1
+    if not missing:
+        return replace(packed, cu_pieces=np.sort(np.array(cuts, np.int64)))
+
+    pieces = list(
+        zip((-packed.length).tolist(), tokens[:-1], packed.document.tolist(), packed.offset.tolist(), strict=True)
     )
-    while (len(cu) - 1) % replicas:
-        several = [i for i in range(len(cu) - 1) if cu[i + 1] - cu[i] > 1]
-        if several:
-            largest = max(several, key=lambda i: (sum(length[cu[i] : cu[i + 1]]), -i))
-            cu.insert(largest + 1, (cu[largest] + cu[largest + 1]) // 2)
-            continue
-        at = int(np.argmax(length))
-        if length[at] < 4:
+    heapify(pieces)
+    for _ in range(missing):
+        weight, at, document, offset = pieces[0]
+        length = -weight
+        if length < 4:
             raise ValueError(
-                f"an evaluation set of {sum(length)} tokens cannot be shared out over {replicas} replicas: evaluate on "
+                f"an evaluation set of {tokens[-1]} tokens cannot be shared out over {replicas} replicas: evaluate on "
                 "fewer devices, or on more documents"
             )
-        half = length[at] // 2
-        document.insert(at + 1, document[at])
-        offset.insert(at + 1, offset[at] + half)
-        length[at : at + 1] = [half, length[at] - half]
-        cu = list(range(len(length) + 1))  # each pack is one piece
+        half = length // 2
+        heapreplace(pieces, (-half, at, document, offset))
+        heappush(pieces, (half - length, at + half, document, offset + half))
+    pieces.sort(key=itemgetter(1))
+    lengths, _, documents, offsets = (np.array(column, np.int64) for column in zip(*pieces, strict=True))
     return PackedSequences(
         sequence_length=packed.sequence_length,
-        document=np.array(document, np.int64),
-        offset=np.array(offset, np.int64),
-        length=np.array(length, np.int64),
-        cu_pieces=np.array(cu, np.int64),
+        document=documents,
+        offset=offsets,
+        length=-lengths,
+        cu_pieces=np.arange(len(pieces) + 1),
     )
 
 
