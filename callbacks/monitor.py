@@ -41,6 +41,10 @@ class Monitor(L.Callback, ABC):
             updates: optimizer updates in the interval.
         """
 
+    def on_bar(self, trainer: L.Trainer) -> bool:
+        """Whether the figures are shown on the progress bar, too."""
+        return False
+
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._consumed.begin(trainer)
@@ -64,8 +68,9 @@ class Monitor(L.Callback, ABC):
             self._interval = Totals()
             self._updates_logged = trainer.global_step
             consumed = self._consumed.now
-            values |= {"progress/samples": float(consumed.samples), "progress/tokens": float(consumed.tokens)}
-            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+            axes = {"progress/samples": float(consumed.samples), "progress/tokens": float(consumed.tokens)}
+            pl_module.log_dict(values, prog_bar=self.on_bar(trainer), on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log_dict(axes, on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def state_dict(self) -> dict[str, Any]:

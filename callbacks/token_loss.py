@@ -34,6 +34,11 @@ class TokenLossMonitor(Monitor):
         super().__init__()
         self._clear()
 
+    @override
+    def on_bar(self, trainer: L.Trainer) -> bool:
+        # A module's own loss is that of one process's rows there, and of no label where these are a prompt.
+        return pool_session(trainer) is not None
+
     def _clear(self) -> None:
         self._losses: list[torch.Tensor] = []  # as they enter backward, so divided by the micro-batches of an update
         self._factors: list[float] = []

@@ -161,10 +161,21 @@ def _position_hooks(model: Any) -> Iterator[RemovableHandle]:
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[place] if len(args) > place else kwargs.get("position_ids")
-        if given is None and active() is not None:
+        attends = active()
+        if attends is None:
+            return
+        if given is None:
             raise ValueError(
                 f"{type(module).__name__} was called without position_ids, and would count this rank's tokens from 0, "
                 "which are not the first of their documents: call it with position_ids=batch['position_ids']"
+            )
+        expected = getattr(attends, "position_ids", None)
+        if expected is None or given is expected:  # the same tensor, as a rule: comparing values would wait for a GPU
+            return
+        if given.shape[-1] != expected.shape[-1] or bool((given != expected).any()):
+            raise ValueError(
+                f"{type(module).__name__} was called with other position_ids than the batch's, and this rank's tokens "
+                "would stand elsewhere in their documents: call it with position_ids=batch['position_ids']"
             )
 
     yield model.register_forward_pre_hook(check, with_kwargs=True)

@@ -7,6 +7,7 @@ accumulation and checkpoints are those of an ordinary run. Source: Libra (arXiv:
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
@@ -33,6 +35,7 @@ from odb_libra_lightning.strategies.gradient_scaling import scale_gradient
 from odb_libra_lightning.strategies.libra_options import AttentionName, LibraOptions
 from odb_libra_lightning.strategies.pool_session import PoolSession
 from odb_libra_lightning.strategies.sharded_blocks import shard_blocks
+from odb_libra_lightning.strategies.unlabeled_rows import kept_out_of_epochs
 
 
 class ContextParallelStrategy(ParallelStrategy):
@@ -198,9 +201,39 @@ class ContextParallelStrategy(ParallelStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         assert self.lightning_module is not None
         training = self._trains()
-        shared = training and isinstance(self.lightning_module.trainer.train_dataloader, TrainingLoader)
-        shard = self._running_session().take(batch, training=training, shared=shared)
-        return super().batch_to_device(shard, device, dataloader_idx)
+        trainer = self.lightning_module.trainer
+        # A hook that has seen the batch may have changed it, in each process otherwise.
+        changed = any(
+            is_overridden("on_before_batch_transfer", hooks)
+            for hooks in (self.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]
+            if hooks is not None
+        )
+        shared = training and isinstance(trainer.train_dataloader, TrainingLoader) and not changed
+        session = self._running_session()
+        shard = session.take(batch, training=training, shared=shared)
+        moved = super().batch_to_device(shard, device, dataloader_idx)
+        session.position_ids = moved["position_ids"]
+        return moved
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._logs_of_the_shard():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._logs_of_the_shard():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._logs_of_the_shard():
+            return super().test_step(*args, **kwargs)
+
+    def _logs_of_the_shard(self) -> AbstractContextManager[None]:
+        assert self.lightning_module is not None
+        labeled = self._running_session().loss_share > 0
+        return nullcontext() if labeled else kept_out_of_epochs(self.lightning_module.trainer)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -61,6 +61,7 @@ class PoolSession:
         rank: global rank of this process.
         device: where it computes.
         facts: facts about the training micro-batches so far, the latest last.
+        position_ids: positions of the current shard, `[1, rows]`, as the module was given them.
     """
 
     options: LibraOptions
@@ -68,6 +69,7 @@ class PoolSession:
     rank: int
     device: torch.device
     facts: deque[MicroBatchFacts] = field(default_factory=lambda: deque(maxlen=_FACTS_KEPT))
+    position_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         limit = self.options.pool_timeout
@@ -182,7 +184,7 @@ class PoolSession:
         Args:
             failed: another process may be gone: its groups are left to the end of this one where closing would wait.
         """
-        self._current = None
+        self._current = self.position_ids = None
         self._plans.close()
         # These first: a thread that still waits in one is free then, and holds up nothing below.
         for group in (self._pool_control, self._replica_control):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import override
@@ -80,6 +81,8 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
             raise ValueError(f"packing={packing!r}: choose one of best_fit, sequential")
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ValueError(f"num_workers must be a whole number of at least 0, got {num_workers!r}")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+            raise ValueError(f"timeout must be a number of seconds above 0, got {timeout!r}")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
         self._packing: Packing = packing
@@ -151,9 +154,16 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
             average_exactly(self.trainer)
             rank, world_size = data_parallel_rank(self.trainer)
         packs = PackDataset(documents, stand_in_length=STAND_IN_LENGTH, encode=True)
+        evened = even_out(packed, world_size)
+        if cut := len(evened.length) - len(packed.length):
+            rank_zero_warn(
+                f"{cut} of the validation documents are cut in two, so that each of {world_size} replicas has as many "
+                "packs: their second halves do not attend to the first, and the loss is not quite that of whole "
+                f"documents. Validate on a multiple of {world_size} documents, or on fewer devices"
+            )
         return PackEvaluation(
             packs,
-            even_out(packed, world_size),
+            evened,
             rank=rank,
             world_size=world_size,
             num_workers=self._num_workers,

@@ -90,6 +90,8 @@ def read_pack(batch: Any) -> Pack:
             "[1, tokens]; collate samples into one with PackingCollator, or use batch_size=1"
         )
     rows = batch[name].shape[1]
+    if not rows:
+        raise ValueError(f"{name} is {list(batch[name].shape)}: a pack has at least one token")
     for labels in _LABELS:
         if isinstance(batch.get(labels), Tensor) and batch[labels].shape[:2] != (1, rows):
             raise ValueError(

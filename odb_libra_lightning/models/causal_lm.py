@@ -10,6 +10,8 @@ from lightning import LightningModule
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from odb_libra_lightning.strategies.libra import ContextParallelStrategy
+
 
 class CausalLM(LightningModule):
     """A causal language model with random weights, or one from a local folder.
@@ -67,7 +69,9 @@ class CausalLM(LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Mean loss over the label tokens of `input_ids`, `attention_mask`, `labels`, all `[n, L]`."""
         loss, _ = self._loss(batch)
-        self.log("train/loss", loss.detach(), on_step=True, prog_bar=True, batch_size=len(batch["input_ids"]))
+        # Under context parallelism it is that of one process's rows, and `train/token_loss` stands on the bar.
+        on_bar = not isinstance(self.trainer.strategy, ContextParallelStrategy)
+        self.log("train/loss", loss.detach(), on_step=True, prog_bar=on_bar, batch_size=len(batch["input_ids"]))
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

@@ -133,6 +133,7 @@ IDS = torch.arange(4)[None]
         ([IDS], "the batch is a list: context parallelism needs a mapping"),
         ({"pixels": torch.ones(1, 4)}, r"none of input_ids, .*: its keys are \['pixels'\]"),
         ({"input_ids": torch.ones(2, 4)}, r"input_ids is \[2, 4\]: .*collate samples into one with PackingCollator"),
+        ({"input_ids": torch.ones(1, 0)}, r"input_ids is \[1, 0\]: a pack has at least one token"),
         ({"input_ids": torch.ones(4)}, r"input_ids is \[4\]"),
         ({"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1, 1]])}, "no row of ones with zeros behind"),
         ({"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 2, 2]])}, "no row of ones with zeros behind"),
