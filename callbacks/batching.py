@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from typing import Any
 
 import lightning as L
 from typing_extensions import override
 
-from odb_libra_lightning.callbacks.loader_access import batch_info
+from odb_libra_lightning.callbacks.loader_access import batch_info, training_loader
 from odb_libra_lightning.callbacks.monitor import Monitor
 from odb_libra_lightning.callbacks.totals import Totals
 from odb_libra_lightning.odb.batch_info import BatchInfo
@@ -68,6 +69,9 @@ class StepsPerEpochMonitor(Monitor):
 
     @override
     def summarize(self, trainer: L.Trainer, totals: Totals, last: BatchInfo, updates: int) -> dict[str, float]:
+        loader = training_loader(trainer)
+        if isinstance(loader, Sized):
+            return {"odb/steps_per_epoch": float(len(loader)), "odb/steps_per_epoch_error": 0.0}
         if last.samples_total is None:
             return {}
         estimate = estimate_epoch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sized
 from typing import Any
 
 import lightning as L
@@ -59,7 +60,8 @@ class SampleProgressBar(TQDMProgressBar):
     ) -> None:
         info = batch_info(trainer, batch_idx)
         self._totals.add(info)
-        self._steps = _steps(info)
+        loader = training_loader(trainer)
+        self._steps = _steps(info, len(loader) if isinstance(loader, Sized) else None)
         bar = self.train_progress_bar
         last = info.samples_done == info.samples_total
         if self.is_enabled and (last or (batch_idx + 1) % self.refresh_rate == 0):
@@ -79,9 +81,11 @@ class SampleProgressBar(TQDMProgressBar):
         }
 
 
-def _steps(info: BatchInfo) -> str:
-    """Steps of the epoch done, and how many there will be if they go on as they did."""
+def _steps(info: BatchInfo, known: int | None) -> str:
+    """Steps of the epoch done, and how many there will be: as is known, or if they go on as they did."""
     done = info.batch_idx + 1
+    if known is not None:
+        return f"{done}/{known}"
     total = info.samples_total
     if not total or not info.samples_done:
         return str(done)

@@ -7,7 +7,9 @@ accumulation and checkpoints are those of an ordinary run. Source: Libra (arXiv:
 
 from __future__ import annotations
 
+import difflib
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from types import MethodType
 from typing import Any
 
@@ -15,9 +17,10 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
@@ -27,6 +30,7 @@ from odb_libra_lightning.libra.attention import Remember
 from odb_libra_lightning.libra.kernel_interface import AttentionKernel
 from odb_libra_lightning.libra.layout import Placement
 from odb_libra_lightning.libra.process_groups import RankLayout
+from odb_libra_lightning.odb.errors import refusing_setup
 from odb_libra_lightning.odb.training_loader import TrainingLoader
 from odb_libra_lightning.strategies import huggingface
 from odb_libra_lightning.strategies.deepspeed import ODBDeepSpeedStrategy
@@ -105,6 +109,10 @@ class ContextParallelStrategy(ParallelStrategy):
             ignore_index=ignore_index,
             pool_timeout=pool_timeout,
         )
+        known = [field.name for field in fields(LibraOptions)]
+        for name in strategy:
+            if near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+                raise TypeError(f"{type(self).__name__} has no option {name!r}, did you mean {near[0]!r}?")
         super().__init__(**strategy)
         self.session: PoolSession | None = None  # the run's pools at work; None outside a run
         self._installed: huggingface.Installed | None = None
@@ -118,7 +126,25 @@ class ContextParallelStrategy(ParallelStrategy):
         Raises:
             ValueError: options that do not fit the number of processes.
         """
-        return self.options.rank_layout(self.world_size)
+        world_size = self.num_nodes * self.num_processes  # type: ignore[attr-defined]  # each of Lightning's has them
+        return self.options.rank_layout(world_size)
+
+    def check(self, module: nn.Module) -> None:
+        """Make sure that the options fit the processes and the heads of a module's models; nothing is changed.
+
+        Raises:
+            SetupError: they do not; the sentence says what would fit.
+        """
+        with refusing_setup():
+            assert self.rank_layout
+            for heads in huggingface.attention_heads(module):
+                self.options.pool_layout(
+                    num_heads=heads.num_heads,
+                    num_kv_heads=heads.num_kv_heads,
+                    head_dim=heads.head_dim,
+                    bytes_per_element=2,  # of no account here
+                    window=heads.window,
+                )
 
     def _running_session(self) -> PoolSession:
         if self.session is None:
@@ -133,25 +159,25 @@ class ContextParallelStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        with refusing_setup():
+            layout = self.rank_layout
         super().setup_environment()
-        layout = self.rank_layout
         destroy_gloo_at_exit()
         self._failed = False
         self.session = PoolSession(options=self.options, layout=layout, rank=self.global_rank, device=self.root_device)
         activate(self.session)
+        rank_zero_info(
+            f"{type(self).__name__}: {layout.num_replicas} replicas of {layout.context_parallel} processes, in "
+            f"{layout.num_pools} pools of {layout.pool_size}; attention by {self.options.attention}"
+        )
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
         assert self.lightning_module is not None
-        self._installed = huggingface.install(self.lightning_module, training=trainer.state.fn == TrainerFn.FITTING)
-        for heads in self._installed.heads:
-            self.options.pool_layout(
-                num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
-                bytes_per_element=2,  # of no account here
-                window=heads.window,
-            )
+        with refusing_setup():
+            training = trainer.state.fn == TrainerFn.FITTING
+            self._installed = huggingface.install(self.lightning_module, training=training)
+        self.check(self.lightning_module)
         super().setup(trainer)
 
     @override

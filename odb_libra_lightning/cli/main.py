@@ -240,3 +240,7 @@ def _stdout_that_can_be_full() -> Iterator[None]:
 
 def _has_display() -> bool:
     return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+if __name__ == "__main__":
+    app()

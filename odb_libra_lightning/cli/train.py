@@ -22,10 +22,10 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-import odb_libra_lightning.strategies  # noqa: F401  (registers names that a recipe may give to `strategy`)
 from odb_libra_lightning.cli.loggers import finish_loggers
 from odb_libra_lightning.cli.recipe import RecipeError, compose_recipe, one_line, recipe_yaml, resolve_recipe
 from odb_libra_lightning.odb.errors import ODBError
+from odb_libra_lightning.strategies.libra import ContextParallelStrategy
 
 _RUN_DIR_VARIABLE = "ODB_LIBRA_RUN_DIR"
 _GRACE_S = 5.0
@@ -104,6 +104,9 @@ def build_experiment(config: DictConfig) -> Experiment:
         # As a partial first: Hydra would copy objects that are passed to it.
         make_trainer = instantiate(config.trainer, _convert_="all", _partial_=True)
         trainer = make_trainer(callbacks=callbacks, logger=loggers or False)
+    if isinstance(trainer.strategy, ContextParallelStrategy):
+        with _section("trainer.strategy"):  # before other processes are started, which would say it once more each
+            trainer.strategy.check(module)
     return Experiment(trainer=trainer, module=module, data=data, resume=resume)
 
 

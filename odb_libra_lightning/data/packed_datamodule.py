@@ -22,6 +22,7 @@ from odb_libra_lightning.data.packs import PackDataset
 from odb_libra_lightning.data.training_datamodule import TrainingDataModule, average_exactly, data_parallel_rank
 from odb_libra_lightning.libra.layout import check_homes, check_replicas
 from odb_libra_lightning.libra.whole_numbers import checked_count
+from odb_libra_lightning.odb.errors import refusing_setup
 from odb_libra_lightning.strategies.libra import ContextParallelStrategy
 from odb_libra_lightning.strategies.libra_options import LibraOptions
 
@@ -98,7 +99,8 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
     @override
     def setup(self, stage: str) -> None:
         if self.trainer is not None and isinstance(self.trainer.strategy, ContextParallelStrategy):
-            _check_labels(self.trainer.strategy.options)
+            with refusing_setup():
+                _check_labels(self.trainer.strategy.options)
 
     @override
     def train_dataloader(self) -> PackedLoader:
@@ -114,7 +116,8 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
             return PackedLoader(self._documents(self._given), self._sequence_length, **settings)
         rank, world_size = data_parallel_rank(trainer)
         placement = _placement(trainer)
-        self._check_degrees(trainer, world_size, placement)
+        with refusing_setup():
+            self._check_degrees(trainer, world_size, placement)
         loader = PackedLoader(
             self._documents(self._given),
             self._sequence_length,
@@ -143,7 +146,8 @@ class PackedDataModule(TrainingDataModule[PackedLoader]):
 
     def _documents(self, given: Any) -> Documents:
         if id(given) not in self._opened:
-            self._opened[id(given)] = _open_with_progress(given)
+            with refusing_setup():
+                self._opened[id(given)] = _open_with_progress(given)
         return self._opened[id(given)]
 
     def _evaluation_loader(self, given: Any) -> PackEvaluation:

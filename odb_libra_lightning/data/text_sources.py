@@ -126,7 +126,9 @@ def _parquet(path: Path, column: str) -> Iterator[Text]:
 def _text_of(value: Any, column: str, where: str) -> str:
     if not isinstance(value, dict) or column not in value:
         found = f"only {', '.join(sorted(map(str, value))[:8])}" if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"{where}: expected an object with a text {column!r}, got {found}; name its field by column")
+        raise ValueError(
+            f"{where}: expected an object with a text {column!r}, got {found}; name its field by column (--column)"
+        )
     if not isinstance(value[column], str):
         raise ValueError(f"{where}: {column!r} is of type {type(value[column]).__name__}, expected text")
     return str(value[column])

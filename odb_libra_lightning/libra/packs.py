@@ -107,8 +107,8 @@ def _unpadded(mask: Tensor | None, rows: int) -> int:
         return rows
     if mask.shape != (1, rows) or (mask.long() > 1).any() or (mask.long().diff() > 0).any() or not mask[0, 0]:
         raise ValueError(
-            f"attention_mask {list(mask.shape)} is no row of ones with zeros behind them, [1, {rows}]: documents of a "
-            "pack are told apart by position_ids that restart at 0, and padding stands at the end"
+            f"attention_mask, {list(mask.shape)}, is no row of {rows} ones with zeros behind them: pad on the right, "
+            "and tell documents of a pack apart by position_ids that restart at 0"
         )
     return int(mask.sum())
 

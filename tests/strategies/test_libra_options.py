@@ -100,6 +100,12 @@ def test_strategies_are_registered_by_name() -> None:
         assert StrategyRegistry[name]["strategy"] is strategy
 
 
+@pytest.mark.parametrize("strategy", [LibraStrategy, LibraFSDPStrategy])
+def test_a_misspelt_option_is_named(strategy: Any) -> None:
+    with pytest.raises(TypeError, match="has no option 'context_paralel', did you mean 'context_parallel'"):
+        strategy(context_paralel=2)
+
+
 def test_fsdp_degrees_are_not_to_be_set() -> None:
     with pytest.raises(TypeError, match="tensor_parallel_size is not to be set"):
         LibraFSDPStrategy(tensor_parallel_size=2)
