@@ -70,7 +70,7 @@ class CausalLM(LightningModule):
         """Mean loss over the label tokens of `input_ids`, `attention_mask`, `labels`, all `[n, L]`."""
         loss, _ = self._loss(batch)
         # Under context parallelism it is that of one process's rows, and `train/token_loss` stands on the bar.
-        on_bar = not isinstance(self.trainer.strategy, ContextParallelStrategy)
+        on_bar = self._trainer is None or not isinstance(self._trainer.strategy, ContextParallelStrategy)
         self.log("train/loss", loss.detach(), on_step=True, prog_bar=on_bar, batch_size=len(batch["input_ids"]))
         return loss
 
