@@ -63,6 +63,7 @@ def check(training: Training, packs: int | None) -> None:
     assert max(scalars(training, "libra/bytes_moved")) > 0
 
 
+@pytest.mark.full
 def test_longcontext_trains_on_two_replicas_of_two_processes(tmp_path: Path) -> None:
     small = ("data.sequence_length=512", "data.documents.limit=8", "+data.documents.max_length=1000")
     training = train_recipe("longcontext_cpu", tmp_path, *SMALL, *small, "+trainer.limit_train_batches=6")

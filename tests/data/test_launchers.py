@@ -43,7 +43,7 @@ def main(strategy: str, where: str, folder: str) -> None:
     ("strategy", "where"),
     [
         ("ddp", "outside"),
-        ("ddp_spawn", "hook"),
+        pytest.param("ddp_spawn", "hook", marks=pytest.mark.full),
         pytest.param("ddp_spawn", "outside", marks=pytest.mark.full),
         ("ddp_fork", "hook"),
     ],

@@ -80,7 +80,7 @@ def of_epoch(steps: list[Any], epoch: int) -> Counter[int]:
 STOPS = [1, 2, 3, 5, 8, 9]
 
 
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("asks", [pytest.param(False, marks=pytest.mark.full), True])
 def test_each_rank_goes_on_with_what_it_has_left(asks: bool, tmp_path: Path) -> None:
     runs = [{"from": f"step={stop}"} for stop in STOPS] + [{"from": "endepoch=0"}, {"from": "endepoch=1"}]
     for rank in run_ranks(fit_and_resume, 2, tmp_path, folder=str(tmp_path / "checkpoints"), runs=runs, asks=asks):
@@ -135,7 +135,9 @@ def fit_on_other_ranks(folder: str, resume: str) -> Any:
     return fit(folder + "/resumed", resume=f"{folder}/{resume}.ckpt")
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), pytest.param(2, 3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("first", "then"), [(2, 1), *(pytest.param(*ranks, marks=pytest.mark.full) for ranks in ((1, 2), (2, 3)))]
+)
 def test_what_is_left_is_shared_out_over_another_number_of_ranks(first: int, then: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     stop = 4

@@ -126,8 +126,13 @@ def running(
             100,
             ("rank 0: .*rank", "rank 1: its collate process ended by signal 9 before the epoch did"),
         ),
-        ("a dataset that hangs", 4, ("rank 1: no sample from the data workers within 3 s",) * 2),
-        ("a stopped collate process", 4, ("rank 0: .*rank", "rank 1: no batch within 4 s")),
+        pytest.param(
+            *("a dataset that hangs", 4, ("rank 1: no sample from the data workers within 3 s",) * 2),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            *("a stopped collate process", 4, ("rank 0: .*rank", "rank 1: no batch within 4 s")), marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_fault_ends_both_ranks_with_its_text_and_leaves_nothing(

@@ -124,6 +124,7 @@ def pause_longer_than_the_timeout() -> Any:
     return seen
 
 
+@pytest.mark.full
 def test_training_may_pause_longer_than_the_timeout(tmp_path: Path) -> None:
     ranks = run_ranks(pause_longer_than_the_timeout, 2, tmp_path)
     assert Counter(i for rank in ranks for i in rank) == Counter(range(300))

@@ -71,8 +71,6 @@ def fit_faulty(fault: str, dp: int, cp: int, pool: int) -> None:
 @pytest.mark.parametrize(
     ("fault", "dp", "cp", "pool"),
     [
-        ("killed", 2, 1, 2),
-        ("before attention", 1, 2, 1),
         ("unreadable, online", 1, 2, 1),
         *(
             pytest.param(fault, dp, cp, pool, marks=pytest.mark.full)

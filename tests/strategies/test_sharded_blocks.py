@@ -78,7 +78,10 @@ def units_of_nested_blocks(precision: Any) -> dict[str, Any]:
     return {"units": units, "dtypes": module.dtypes, "kept": str(next(module.parameters()).dtype)}
 
 
-@pytest.mark.parametrize(("precision", "computed"), [("32-true", "torch.float32"), ("bf16-mixed", "torch.bfloat16")])
+@pytest.mark.parametrize(
+    ("precision", "computed"),
+    [pytest.param("32-true", "torch.float32", marks=pytest.mark.full), ("bf16-mixed", "torch.bfloat16")],
+)
 def test_lists_within_a_block_are_a_part_of_it(precision: str, computed: str, tmp_path: Path) -> None:
     for rank in run_ranks(units_of_nested_blocks, 2, tmp_path, precision=precision):
         assert rank["units"] == ["model", "model.1.blocks.0", "model.1.blocks.1"]
